@@ -1,0 +1,176 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model and what prepares its inputs, out of a name, a folder or a ready object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torchvision import make_torchvision_importable
+
+TIMM_PREFIX = "timm/"
+
+
+@dataclass
+class ProbedModel:
+    """The module whose layers are read, in eval mode's place: its mode is the caller's business.
+
+    Attributes:
+        module: the encoder: a transformers model without its head, or the module as given.
+        name: what reports call it.
+        revision: the Hub commit it was loaded from, where there is one.
+        source: the name or folder it was loaded from; None for a ready object.
+    """
+
+    module: nn.Module
+    name: str
+    revision: str | None = None
+    source: str | None = None
+
+    @property
+    def config(self) -> Any:
+        """The transformers config, or None."""
+        config = getattr(self.module, "config", None)
+        return config if hasattr(config, "model_type") else None
+
+    @property
+    def device(self) -> torch.device:
+        parameter = next(self.module.parameters(), None)
+        return parameter.device if parameter is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether its main input is pixels, as far as the model says so."""
+        if getattr(self.module, "main_input_name", None) is not None:
+            return self.module.main_input_name == "pixel_values"
+        return hasattr(self.module, "patch_embed") or hasattr(self.module, "default_cfg")
+
+
+def load_model(
+    model: nn.Module | str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> ProbedModel:
+    """Load a model, or take a ready one.
+
+    Args:
+        model: a module, a Hub id, a folder that ``save_pretrained`` wrote, or ``timm/NAME``.
+        revision: the Hub branch, tag or commit.
+        trust_remote_code: run code that comes with the checkpoint.
+        dtype: of the weights; ``None`` keeps the checkpoint's.
+        device: ``None`` leaves a ready module where it is and loads a named one on the GPU where there is one.
+
+    Raises:
+        FileNotFoundError: the model is not there, in one line that says what was tried.
+    """
+    if isinstance(model, nn.Module):
+        module = _without_head(model)
+        name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+        if dtype is not None or device is not None:
+            module = module.to(device=device, dtype=_as_dtype(dtype))
+        return ProbedModel(module, Path(name).name if Path(name).is_dir() else name, revision)
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"model must be a torch.nn.Module, a name or a folder, got {type(model).__name__}")
+    source = str(model)
+    module = (
+        _load_timm(source)
+        if source.startswith(TIMM_PREFIX)
+        else _load_transformers(source, revision, trust_remote_code, dtype)
+    )
+    module = module.to(device=device or default_device(), dtype=_as_dtype(dtype)).eval()
+    name = Path(source).resolve().name if Path(source).is_dir() else source
+    return ProbedModel(module, name, getattr(getattr(module, "config", None), "_commit_hash", None), source)
+
+
+def load_processor(model: ProbedModel, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer, image processor or timm transform that belongs to a model loaded by name."""
+    if model.source is None:
+        raise ValueError(
+            f"{model.name} was passed as a module: pass its tokenizer, image processor or transform as well"
+        )
+    if model.source.startswith(TIMM_PREFIX):
+        import timm
+
+        return timm.data.create_transform(**timm.data.resolve_model_data_config(model.module), is_training=False)
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    loader = AutoImageProcessor if model.takes_images else AutoTokenizer
+    try:
+        return loader.from_pretrained(model.source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        kind = "image processor" if model.takes_images else "tokenizer"
+        raise FileNotFoundError(f"{model.source} has no {kind} that could be loaded: {_first_line(error)}") from error
+
+
+def default_device() -> torch.device:
+    """The accelerator where there is one (this process's own under a launcher), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _without_head(model: nn.Module) -> nn.Module:
+    """The encoder of a transformers model; its head would be computed for nothing."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        return model.get_encoder()
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, nn.Module) else model
+
+
+def _load_transformers(
+    source: str, revision: str | None, trust_remote_code: bool, dtype: torch.dtype | str | None
+) -> nn.Module:
+    from transformers import AutoModel
+
+    if Path(source).exists() and not (Path(source) / "config.json").is_file():
+        raise FileNotFoundError(f"model folder {source} holds no config.json: pass one that save_pretrained wrote")
+    make_torchvision_importable()
+    try:
+        loaded = AutoModel.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype or "auto"
+        )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
+    return _without_head(loaded)
+
+
+def _load_timm(source: str) -> nn.Module:
+    make_torchvision_importable()
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError(f"{source} needs timm: pip install 'maelm-hf[vision]'") from error
+    name = source.removeprefix(TIMM_PREFIX)
+    if name.partition(".")[0] not in timm.list_models():
+        raise FileNotFoundError(f"timm has no model {name!r}: timm.list_models() names them")
+    try:
+        return timm.create_model(name, pretrained=True, num_classes=0)
+    except (OSError, RuntimeError) as error:
+        raise FileNotFoundError(f"the weights of {source} could not be loaded: {_first_line(error)}") from error
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is no torch dtype: use float32, bfloat16 or float16")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
