@@ -1,6 +1,6 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PyPI's torchvision beside a CPU-only torch: `import torchvision` fails, and timm and transformers' vision models with it."""
+"""PyPI's torchvision beside a CPU-only torch: `import torchvision` fails, and transformers with it."""
 
 import importlib.util
 import logging
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 def make_torchvision_importable() -> None:
     """Call it before the first import of timm or of a vision model.
 
-    torchvision's compiled library is built for one torch build. Beside another (PyPI's torchvision and a CPU-only torch) it does
-    not load, and `import torchvision` then stops at `operator torchvision::nms does not exist`, although nothing that classifies
-    images ever calls that operator. Declaring the operators that the import names, without a body, is enough. Does nothing where
-    torchvision is absent, or loads.
+    torchvision's compiled library is built for one torch build. Beside another (PyPI's torchvision and a CPU-only
+    torch) it does not load, and `import torchvision` then stops at `operator torchvision::nms does not exist`,
+    although nothing that classifies images ever calls that operator. Declaring the operators that the import names,
+    without a body, is enough. Does nothing where torchvision is absent, or loads.
     """
     if importlib.util.find_spec("torchvision") is None:
         return

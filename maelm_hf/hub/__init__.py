@@ -1,0 +1,7 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint to the Hub and back."""
+
+from .official import convert_official_state_dict
+
+__all__ = ["convert_official_state_dict"]

@@ -1,0 +1,186 @@
+# Copyright 2026 The maelm_hf authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""MAE-LM configuration."""
+
+import difflib
+from dataclasses import fields
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.utils import auto_docstring, logging
+
+logger = logging.get_logger(__name__)
+
+# Every head loads from one checkpoint only if the config names them all: saving a registered class names just that one.
+AUTO_MAP = {
+    "AutoConfig": "configuration_maelm.MaeLmConfig",
+    "AutoModel": "modeling_maelm.MaeLmModel",
+    "AutoModelForPreTraining": "modeling_maelm.MaeLmForMaskedLM",
+    "AutoModelForMaskedLM": "modeling_maelm.MaeLmForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_maelm.MaeLmForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_maelm.MaeLmForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_maelm.MaeLmForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_maelm.MaeLmForMultipleChoice",
+}
+
+
+@auto_docstring(checkpoint="org/mae-lm-base")
+@strict
+class MaeLmConfig(PreTrainedConfig):
+    r"""
+    max_position_embeddings (`int`, *optional*, defaults to 512):
+        Longest sequence, in tokens.
+    relative_position_buckets (`int`, *optional*, defaults to 64):
+        Buckets of the learned relative-position bias that all encoder layers share, an even number of at least 4; 0 for
+        no such bias.
+    relative_position_max_distance (`int`, *optional*, defaults to 128):
+        Distance, in tokens, from which on all distances share a bucket.
+    decoder_num_hidden_layers (`int`, *optional*, defaults to 4):
+        Decoder layers; 0, with `encoder_mask_fraction=1`, is a plain masked language model.
+    decoder_hidden_size (`int`, *optional*):
+        Width of the decoder; the encoder's where it is not given.
+    decoder_intermediate_size (`int`, *optional*):
+        Inner width of a decoder layer; the encoder's where it is not given.
+    decoder_num_attention_heads (`int`, *optional*):
+        Attention heads of a decoder layer; the encoder's where it is not given.
+    decoder_dropout_prob (`float`, *optional*, defaults to 0.0):
+        Dropout everywhere in the decoder.
+    encoder_mask_fraction (`float`, *optional*, defaults to 0.0):
+        Share of the [MASK] tokens that the encoder sees: 0 is MAE-LM, 1 a plain masked language model (the paper's
+        delta).
+    mask_token_id (`int`, *optional*):
+        Id of [MASK], `tokenizer.mask_token_id`. `MaeLmForMaskedLM` needs it; without it the encoder takes [MASK] for a
+        token like any other.
+
+    The defaults are the base size of Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024.
+    Settings that contradict each other raise a `ValueError` that names what to change.
+
+    Example:
+
+    ```python
+    >>> from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
+
+    >>> config = MaeLmConfig(num_hidden_layers=2, decoder_num_hidden_layers=1, mask_token_id=50264)
+    >>> model = MaeLmForMaskedLM(config)
+    ```"""
+
+    model_type = "maelm"
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    max_position_embeddings: int = 512
+    relative_position_buckets: int = 64
+    relative_position_max_distance: int = 128
+    layer_norm_eps: float = 1e-5
+    initializer_range: float | int = 0.02
+    decoder_num_hidden_layers: int = 4
+    decoder_hidden_size: int | None = None
+    decoder_intermediate_size: int | None = None
+    decoder_num_attention_heads: int | None = None
+    decoder_dropout_prob: float | int = 0.0
+    encoder_mask_fraction: float | int = 0.0
+    mask_token_id: int | None = None
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | None = 2
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.decoder_hidden_size is None:
+            self.decoder_hidden_size = self.hidden_size
+        if self.decoder_intermediate_size is None:
+            self.decoder_intermediate_size = self.intermediate_size
+        if self.decoder_num_attention_heads is None:
+            self.decoder_num_attention_heads = self.num_attention_heads
+        self._warn_of_near_misses(kwargs)
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        self._check_settings()  # here too, so that the error is a plain ValueError
+        super().__post_init__(**kwargs)
+
+    def _warn_of_near_misses(self, unknown):
+        """Configs keep keys they do not know, so a misspelt setting would pass in silence."""
+        names = [field.name for field in fields(self)]
+        for key in unknown:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+            if near:
+                logger.warning(f"MaeLmConfig has no setting `{key}`, which has no effect; did you mean `{near[0]}`?")
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation, which runs again whenever the config is saved."""
+        self._check_settings()
+
+    def _check_settings(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        self._check_heads("hidden_size", "num_attention_heads")
+        self._check_relative_positions()
+        self._check_decoder()
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "decoder_dropout_prob"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a dropout probability lies in [0, 1)")
+        for name in ("mask_token_id", "pad_token_id"):
+            token_id = getattr(self, name)
+            if token_id is not None and not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"{name}={token_id} is no id of a vocabulary of vocab_size={self.vocab_size}; "
+                    f"pass {name}=tokenizer.{name} and vocab_size=len(tokenizer)"
+                )
+
+    def _check_heads(self, size_name, heads_name):
+        size, heads = getattr(self, size_name), getattr(self, heads_name)
+        if heads < 1 or size % heads:
+            raise ValueError(
+                f"{size_name}={size} is not divisible by {heads_name}={heads}; choose a multiple of the number of heads"
+            )
+
+    def _check_relative_positions(self):
+        buckets, distance = self.relative_position_buckets, self.relative_position_max_distance
+        if buckets == 0:
+            return
+        if buckets < 4 or buckets % 2:
+            raise ValueError(
+                f"relative_position_buckets={buckets}: half of the buckets are for either side, so give an even number "
+                "of at least 4, or 0 for no relative-position bias"
+            )
+        exact = buckets // 4
+        if distance - 1 <= exact:
+            raise ValueError(
+                f"relative_position_max_distance={distance} leaves nothing to the logarithmic buckets: with "
+                f"relative_position_buckets={buckets} it must be at least {exact + 2}"
+            )
+
+    def _check_decoder(self):
+        fraction, layers = self.encoder_mask_fraction, self.decoder_num_hidden_layers
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"encoder_mask_fraction={fraction}: it is a share, between 0 (MAE-LM) and 1 (plain MLM)")
+        if layers < 0:
+            raise ValueError(f"decoder_num_hidden_layers={layers}: it cannot be negative")
+        if layers == 0 and fraction < 1:
+            raise ValueError(
+                "decoder_num_hidden_layers=0 leaves nothing to predict the tokens that "
+                f"encoder_mask_fraction={fraction} hides from the encoder; give the decoder layers, or set "
+                "encoder_mask_fraction=1 for plain MLM"
+            )
+        if layers:
+            self._check_heads("decoder_hidden_size", "decoder_num_attention_heads")
+
+
+__all__ = ["MaeLmConfig"]

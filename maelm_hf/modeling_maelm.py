@@ -1,0 +1,1060 @@
+# Copyright 2026 The maelm_hf authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""PyTorch MAE-LM: an encoder that never sees [MASK], and the shallow decoder that pretrains it.
+
+Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024 (arXiv 2302.02060).
+
+Indices: a `*_index` tensor of shape (batch, width) holds positions of its row, -1 where a row has fewer of them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, logging
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_maelm import MaeLmConfig
+
+logger = logging.get_logger(__name__)
+
+
+# --- indices ----------------------------------------------------------------------------------------------------------
+
+
+def take(values: torch.Tensor, index: torch.Tensor, fill: int | float) -> torch.Tensor:
+    """values (batch, length) or (batch, length, size) at index (batch, width); `fill` where the index is -1."""
+    present = index >= 0
+    index = index.clamp(min=0)
+    if values.dim() == 3:
+        index, present = index[..., None].expand(-1, -1, values.shape[-1]), present[..., None]
+    return values.gather(1, index).masked_fill(~present, fill)
+
+
+def put(values: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+    """The reverse of `take`: values (batch, width, size) at their positions in (batch, length, size), else zero."""
+    # Entries without a position go to one extra slot that is cut off: a -1 must not overwrite a real position.
+    index = torch.where(index >= 0, index, length)[..., None].expand_as(values)
+    return values.new_zeros(values.shape[0], length + 1, values.shape[2]).scatter(1, index, values)[:, :length]
+
+
+def positions_where(condition: torch.Tensor, width: int) -> torch.Tensor:
+    """The positions at which condition (batch, length) holds, in order: (batch, width), -1 past the last one."""
+    order = condition.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
+    count = condition.sum(dim=1, keepdim=True)
+    return order.masked_fill(torch.arange(order.shape[1], device=order.device) >= count, -1)
+
+
+def hash_31_bits(values: torch.Tensor) -> torch.Tensor:
+    """A well-mixed 31-bit hash of non-negative int64 values below 2^31; no product leaves the range of int64."""
+    values = ((values ^ (values >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    values = ((values ^ (values >> 12)) * 0x297A2D39) & 0x7FFFFFFF
+    return values ^ (values >> 15)
+
+
+def masks_encoder_keeps(
+    input_ids: torch.Tensor,
+    attended: torch.Tensor,
+    position_ids: torch.Tensor,
+    document_ids: torch.Tensor | None,
+    fraction: float,
+) -> torch.Tensor:
+    """
+    Which tokens, were they [MASK], the encoder would see: a share `fraction` of them, (batch, length) bool.
+
+    The choice is a hash of the ids and positions of the token's own document and of its own position, so that it is the
+    same in the encoder alone and in pretraining, on resume, and whatever else is in the batch or in the row.
+    """
+    token_hash = hash_31_bits((input_ids * 0x9E3779B1 + position_ids * 0x85EBCA77) & 0x7FFFFFFF)
+    if document_ids is None:
+        document_hash = (token_hash * attended).sum(dim=1, keepdim=True)
+    else:
+        documents = document_ids.remainder(input_ids.shape[1])
+        sums = torch.zeros_like(token_hash).scatter_add(1, documents, token_hash * attended)
+        document_hash = sums.gather(1, documents)
+    draw = hash_31_bits((document_hash ^ hash_31_bits(position_ids)) & 0x7FFFFFFF)
+    return draw < int(fraction * 2**31)
+
+
+# --- attention inputs -------------------------------------------------------------------------------------------------
+
+
+def relative_position_bucket(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:
+    """
+    Bucket (0 to buckets - 2) of each signed distance, key position - query position; int64, the shape of `distance`.
+
+    Within buckets / 4 every distance has a bucket of its own; beyond, buckets widen logarithmically up to
+    `max_distance` (the authors' code).
+    """
+    half = buckets // 2
+    exact = half // 2
+    magnitude = distance.abs()
+    steps = torch.log(magnitude.clamp(min=1) / exact) / math.log((max_distance - 1) / exact) * (half - 1 - exact)
+    coarse = (exact + torch.ceil(steps).long()).clamp(max=half - 1)
+    return torch.where(magnitude < exact, magnitude, coarse) * distance.sign() + half - 1
+
+
+class MaeLmRelativePositionBias(nn.Module):
+    """One learned bias per distance bucket and head, shared by all encoder layers."""
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__()
+        self.max_position_embeddings = config.max_position_embeddings
+        self.buckets = config.relative_position_buckets
+        self.max_distance = config.relative_position_max_distance
+        self.bias = nn.Embedding(config.relative_position_buckets, config.num_attention_heads)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """position_ids (batch or 1, length) -> bias (batch or 1, heads, queries, keys)."""
+        furthest = self.max_position_embeddings - 1
+        distances = torch.arange(-furthest, furthest + 1, device=position_ids.device)
+        by_distance = self.bias(
+            relative_position_bucket(distances, self.buckets, self.max_distance)
+        )  # (distances, heads)
+        difference = position_ids[:, None, :] - position_ids[:, :, None]  # (batch, queries, keys)
+        # Heads first: indexing the last axis of the transposed table is several times faster on a CPU, both ways.
+        return by_distance.t()[:, difference + furthest].transpose(0, 1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+):
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, queries, keys)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = F.softmax(scores, dim=-1)
+    probabilities = F.dropout(probabilities, p=dropout, training=module.training)
+    output = torch.matmul(probabilities, value).transpose(1, 2).contiguous()  # (batch, queries, heads, head size)
+    return output, probabilities
+
+
+def same_document(query_documents: torch.Tensor, key_documents: torch.Tensor) -> Callable:
+    """Mask function of packed rows: a query attends to keys of its own document."""
+
+    def mask(batch_idx, head_idx, q_idx, kv_idx):
+        return query_documents[batch_idx, q_idx] == key_documents[batch_idx, kv_idx]
+
+    return mask
+
+
+def check_attention(config: MaeLmConfig, training: bool = False) -> None:
+    """Refuse what a backend would do wrongly or refuse in words that do not help."""
+    implementation = config._attn_implementation or ""
+    if "flash" in implementation and config.relative_position_buckets:
+        raise ValueError(
+            f"attn_implementation={implementation!r} cannot add a relative-position bias (relative_position_buckets="
+            f"{config.relative_position_buckets}); use 'sdpa', 'eager' or 'flex_attention', or a model with "
+            "relative_position_buckets=0"
+        )
+    if training and implementation == "flex_attention":
+        for name in ("attention_probs_dropout_prob", "decoder_dropout_prob"):
+            if getattr(config, name) > 0:
+                raise ValueError(
+                    f"attn_implementation='flex_attention' trains without attention dropout only, and {name}="
+                    f"{getattr(config, name)}; set it to 0, or use 'sdpa' or 'eager'"
+                )
+
+
+def create_attention_mask(
+    config: MaeLmConfig,
+    keys: torch.Tensor,
+    attended: torch.Tensor | None,
+    queries: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    avoid_host_sync: bool = False,
+):
+    """
+    The mask a backend takes, built once for all layers.
+
+    Args:
+        keys (`torch.Tensor` of shape (batch, keys, size)): Hidden states that keys and values come from.
+        attended (`torch.Tensor` of shape (batch, keys), bool): Which keys are real; `None` for all.
+        queries (`torch.Tensor` of shape (batch, queries, size)): Where queries are other states than the keys.
+        key_documents, query_documents (`torch.Tensor` of shape (batch, keys) and (batch, queries)): Documents of a
+            packed row; a query attends to its own.
+        avoid_host_sync (`bool`): Do not look, on an accelerator, whether the mask could be left out.
+    """
+    if attended is not None:
+        # A row without any key would be NaN on some kernels. Its result is never used: it may look at its first slot.
+        first = torch.arange(attended.shape[1], device=attended.device) == 0
+        attended = attended | (first & ~attended.any(dim=1, keepdim=True))
+    and_mask = None
+    if key_documents is not None:
+        and_mask = same_document(key_documents if query_documents is None else query_documents, key_documents)
+    return create_bidirectional_mask(
+        config=config,
+        inputs_embeds=keys if queries is None else queries,
+        encoder_hidden_states=keys,
+        attention_mask=attended,
+        and_mask_function=and_mask,
+        allow_is_bidirectional_skip=not (avoid_host_sync and keys.device.type != "cpu"),
+    )
+
+
+def merge_bias(config: MaeLmConfig, attention_mask, position_bias: torch.Tensor | None):
+    """(mask, bias) as the backend takes them: flex adds the bias by itself, the others take one additive tensor."""
+    # trf-ignore: TRF051 - flex takes the bias apart from its block mask; the attention interface cannot know that here.
+    if position_bias is None or config._attn_implementation == "flex_attention":
+        return attention_mask, position_bias
+    if attention_mask is None:
+        return position_bias, None
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, torch.finfo(position_bias.dtype).min), None
+    # The bias must not bring a masked score of finfo.min back above others, nor push it to -inf.
+    return torch.where(attention_mask == 0, position_bias, attention_mask), None
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class MaeLmEmbeddings(nn.Module):
+    """Token and learned absolute position embedding, LayerNorm, dropout; no segments."""
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.layer_norm(inputs_embeds + self.position_embeddings(position_ids)))
+
+
+class MaeLmAttention(nn.Module):
+    """Bidirectional multi-head attention; queries may be other states than keys and values."""
+
+    # trf-ignore: TRF029 - the same layer at the encoder's and at the decoder's width.
+    def __init__(self, config: MaeLmConfig, hidden_size: int, num_attention_heads: int, dropout: float):
+        super().__init__()
+        self.config = config
+        self.head_size = hidden_size // num_attention_heads
+        self.scaling = self.head_size**-0.5
+        self.attention_dropout = dropout
+        self.is_causal = False
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        self.output = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_bias: torch.Tensor | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query_shape = (*queries.shape[:2], -1, self.head_size)
+        key_shape = (*keys.shape[:2], -1, self.head_size)
+        query = self.query(queries).view(query_shape).transpose(1, 2)  # (batch, heads, queries, head size)
+        key = self.key(keys).view(key_shape).transpose(1, 2)  # (batch, heads, keys, head size)
+        value = self.value(keys).view(key_shape).transpose(1, 2)
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, probabilities = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.output(output.reshape(*queries.shape[:2], -1)), probabilities
+
+
+class MaeLmLayer(GradientCheckpointingLayer):
+    """Post-LayerNorm transformer layer, at the encoder's or the decoder's width."""
+
+    # trf-ignore: TRF029 - the same layer at the encoder's and at the decoder's width.
+    def __init__(
+        self,
+        config: MaeLmConfig,
+        hidden_size: int,
+        num_attention_heads: int,
+        intermediate_size: int,
+        hidden_dropout: float,
+        attention_dropout: float,
+    ):
+        super().__init__()
+        self.attention = MaeLmAttention(config, hidden_size, num_attention_heads, attention_dropout)
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.intermediate = nn.Linear(hidden_size, intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.output = nn.Linear(intermediate_size, hidden_size)
+        self.output_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        queries: torch.Tensor | None = None,
+        dropped: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """
+        hidden_states (batch, keys, size) -> (batch, keys, size), or with `queries` (batch, queries, size) their shape.
+        `dropped` (batch, keys) bool: rows that stay zero.
+        """
+        if queries is None:
+            queries = hidden_states
+        attended, _ = self.attention(queries, hidden_states, attention_mask, position_bias, **kwargs)
+        states = self.attention_norm(queries + self.dropout(attended))
+        states = self.output_norm(states + self.dropout(self.output(self.activation(self.intermediate(states)))))
+        if dropped is not None:
+            states = states.masked_fill(dropped[..., None], 0.0)
+        return states
+
+
+class MaeLmDecoder(nn.Module):
+    """The shallow decoder of pretraining: own positions, own LayerNorm, own width, no relative bias."""
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__()
+        size = config.decoder_hidden_size
+        # CODEPATH: the paper's decoders have the encoder's width and take its outputs as they are.
+        self.input_projection = nn.Linear(config.hidden_size, size) if size != config.hidden_size else None
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
+        self.layer_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.decoder_dropout_prob)
+        self.layers = nn.ModuleList(
+            MaeLmLayer(
+                config,
+                hidden_size=size,
+                num_attention_heads=config.decoder_num_attention_heads,
+                intermediate_size=config.decoder_intermediate_size,
+                hidden_dropout=config.decoder_dropout_prob,
+                attention_dropout=config.decoder_dropout_prob,
+            )
+            for _ in range(config.decoder_num_hidden_layers)
+        )
+
+    def embed(self, joined: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """joined (batch, length, encoder size) -> (batch, length, decoder size)."""
+        if self.input_projection is not None:
+            joined = self.input_projection(joined)
+        return self.dropout(self.layer_norm(joined + self.position_embeddings(position_ids)))
+
+
+class MaeLmLMHead(nn.Module):
+    """Linear, activation, LayerNorm, then the (tied) embedding matrix and a bias per word."""
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__()
+        # CODEPATH: plain MLM checkpoints have no decoder: the head reads the encoder.
+        size = config.decoder_hidden_size if config.decoder_num_hidden_layers else config.hidden_size
+        self.dense = nn.Linear(size, size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        # CODEPATH: as above, only a decoder of another width is led back.
+        self.output_projection = nn.Linear(size, config.hidden_size, bias=False) if size != config.hidden_size else None
+        self.output = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.layer_norm(self.activation(self.dense(hidden_states)))
+        if self.output_projection is not None:
+            hidden_states = self.output_projection(hidden_states)
+        return self.output(hidden_states)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+# What a checkpoint may hold that another head does not want: named, so that loading is not a wall of warnings.
+HEADS = (
+    "decoder",
+    "lm_head",
+    "sequence_classifier",
+    "token_classifier",
+    "question_answering",
+    "multiple_choice",
+)
+
+
+def other_heads(*own: str) -> list[str]:
+    return [rf"^{head}\." for head in HEADS if head not in own]
+
+
+@auto_docstring
+class MaeLmPreTrainedModel(PreTrainedModel):
+    config: MaeLmConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _no_split_modules = ["MaeLmEmbeddings", "MaeLmLayer"]
+    _keys_to_ignore_on_load_unexpected = other_heads()
+    _can_record_outputs = {"hidden_states": MaeLmLayer, "attentions": MaeLmAttention}
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> nn.Embedding:
+        mask_token_id = self.config.mask_token_id
+        if new_num_tokens is not None and mask_token_id is not None and new_num_tokens <= mask_token_id:
+            raise ValueError(
+                f"new_num_tokens={new_num_tokens} would cut off the mask embedding, row mask_token_id={mask_token_id}; "
+                f"keep at least {mask_token_id + 1} tokens, or move the mask token first"
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
+
+@auto_docstring(
+    custom_intro="""
+    The MAE-LM encoder. [MASK] never enters it: at a [MASK] id the embedding is zero, no token attends to the position,
+    and its row is zero in every hidden state. (With `config.encoder_mask_fraction` that share of [MASK] enters; with
+    `inputs_embeds` nothing is dropped.)
+    """
+)
+class MaeLmModel(MaeLmPreTrainedModel):
+    def __init__(self, config: MaeLmConfig):
+        check_attention(config)
+        super().__init__(config)
+        self.embeddings = MaeLmEmbeddings(config)
+        # CODEPATH: the paper's models have the bias; those that export to stock BERT have none.
+        self.relative_position_bias = MaeLmRelativePositionBias(config) if config.relative_position_buckets else None
+        self.layers = nn.ModuleList(
+            MaeLmLayer(
+                config,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                intermediate_size=config.intermediate_size,
+                hidden_dropout=config.hidden_dropout_prob,
+                attention_dropout=config.attention_probs_dropout_prob,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding):
+        self.embeddings.word_embeddings = value
+
+    def dropped_masks(self, input_ids, attention_mask, position_ids, document_ids) -> torch.Tensor | None:
+        """Which [MASK] tokens the encoder does not see, (batch, length) bool; `None` where it sees them all."""
+        fraction, mask_token_id = self.config.encoder_mask_fraction, self.config.mask_token_id
+        if fraction == 1 or mask_token_id is None:
+            return None
+        dropped = input_ids == mask_token_id
+        if attention_mask is not None:
+            dropped = dropped & attention_mask
+        if fraction > 0:
+            attended = torch.ones_like(dropped) if attention_mask is None else attention_mask
+            dropped = dropped & ~masks_encoder_keeps(input_ids, attended, position_ids, document_ids, fraction)
+        return dropped
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
+        avoid_host_sync: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        r"""
+        document_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Which document of a packed row each token belongs to (0, 1, 2 ...): tokens attend within theirs.
+        avoid_host_sync (`bool`, *optional*, defaults to `False`):
+            Do not look, on an accelerator, whether the attention mask could be left out.
+        """
+        attention_mask, position_ids = check_inputs(
+            self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
+        )
+        check_attention(self.config, self.training)
+
+        dropped = None
+        if inputs_embeds is None:
+            dropped = self.dropped_masks(input_ids, attention_mask, position_ids, document_ids)
+            inputs_embeds = self.embeddings.word_embeddings(input_ids)
+        hidden_states = self.embeddings(inputs_embeds, position_ids)  # (batch, length, size)
+        attended = attention_mask
+        if dropped is not None:
+            hidden_states = hidden_states.masked_fill(dropped[..., None], 0.0)
+            attended = ~dropped if attention_mask is None else attention_mask & ~dropped
+
+        mask = create_attention_mask(
+            self.config, hidden_states, attended, key_documents=document_ids, avoid_host_sync=avoid_host_sync
+        )
+        bias = self.relative_position_bias(position_ids) if self.relative_position_bias is not None else None
+        mask, bias = merge_bias(self.config, mask, bias)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=mask, position_bias=bias, dropped=dropped, **kwargs)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def check_inputs(config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids):
+    """Refuse inputs that do not fit; (attention mask as bool or `None`, position ids)."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give either input_ids or inputs_embeds, and not both")
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    batch_size, length = tokens.shape[:2]
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"the sequence has {length} tokens, the model takes max_position_embeddings="
+            f"{config.max_position_embeddings}; cut it (truncation=True, max_length=...), or build the model longer"
+        )
+    for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+        if tensor is not None and tuple(tensor.shape) != (batch_size, length):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the tokens ({batch_size}, {length}); give one value per token"
+            )
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool()
+    if position_ids is None:
+        position_ids = torch.arange(length, device=tokens.device)[None]
+    return attention_mask, position_ids
+
+
+@auto_docstring(
+    custom_intro="""
+    Output of [`MaeLmForMaskedLM`].
+    """
+)
+@dataclass
+class MaeLmMaskedLMOutput(ModelOutput):
+    r"""
+    loss (`torch.FloatTensor` of shape `()`, *optional*, returned with labels):
+        Cross-entropy in nats: the mean over labelled tokens, or their sum divided by `num_items_in_batch`.
+    logits (`torch.FloatTensor`):
+        (batch, length, vocabulary) in the caller's order; in training with labels, or with `sparse_logits`, those of
+        the labelled tokens alone, row by row: (labelled tokens, vocabulary).
+    hidden_states (`tuple(torch.FloatTensor)`, *optional*, returned with `output_hidden_states=True`):
+        The encoder's, (batch, length, hidden size), as `MaeLmModel` gives them: zero at tokens it does not see.
+    attentions (`tuple(torch.FloatTensor)`, *optional*, returned with `output_attentions=True`):
+        The encoder's, (batch, heads, kept tokens, kept tokens): kept tokens in order.
+    """
+
+    loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class MaeLmTokens:
+    """A batch, seen from the encoder and the decoder: which tokens it keeps, which it hides, which are predicted."""
+
+    ids: torch.Tensor | None  # (batch, length)
+    embeds: torch.Tensor | None  # (batch, length, size), in place of the ids
+    attended: torch.Tensor | None  # (batch, length) bool
+    positions: torch.Tensor  # (batch or 1, length)
+    documents: torch.Tensor | None  # (batch, length)
+    shape: tuple[int, int]  # (batch, length)
+    kept_index: torch.Tensor | None = None  # (batch, kept); None: every token, in place
+    hidden_index: torch.Tensor | None = None  # (batch, hidden); None: no token is hidden
+    target_slots: torch.Tensor | None = None  # (batch, targets), into kept + hidden; None: every token is predicted
+    target_labels: torch.Tensor | None = None  # (batch, targets), -100 where there is none
+
+    def take(self, values: torch.Tensor | None, index: torch.Tensor | None) -> torch.Tensor | None:
+        """values (batch or 1, length) of the tokens of `index`; padding takes those of the first token."""
+        if values is None or index is None:
+            return values
+        return values.expand(self.shape).gather(1, index.clamp(min=0))
+
+    @property
+    def joined_index(self) -> torch.Tensor | None:
+        """Position of each token of the decoder's sequence: kept tokens, then hidden ones; `None`: in place."""
+        if self.hidden_index is None:
+            return self.kept_index
+        return torch.cat([self.kept_index, self.hidden_index], dim=1)
+
+    def attended_at(self, index: torch.Tensor | None) -> torch.Tensor | None:
+        return self.attended if index is None else index >= 0
+
+
+@auto_docstring(
+    custom_intro="""
+    MAE-LM for pretraining and for filling masks: the encoder over kept tokens, the shallow decoder over all, the head
+    over the tokens to predict. It takes ordinary masked-language-model batches, [MASK] in `input_ids` and `labels`, and
+    does the hiding. With `decoder_num_hidden_layers=0` and `encoder_mask_fraction=1` it is a plain masked language
+    model.
+    """
+)
+class MaeLmForMaskedLM(MaeLmPreTrainedModel):
+    _tied_weights_keys = {"lm_head.output.weight": "encoder.embeddings.word_embeddings.weight"}
+    _keys_to_ignore_on_load_unexpected = other_heads("decoder", "lm_head")
+
+    def __init__(self, config: MaeLmConfig):
+        if config.mask_token_id is None:
+            raise ValueError(
+                "mask_token_id=None: MaeLmForMaskedLM hides [MASK]; set config.mask_token_id=tokenizer.mask_token_id"
+            )
+        check_attention(config)
+        super().__init__(config)
+        self.encoder = MaeLmModel(config)
+        # CODEPATH: plain MLM checkpoints have no decoder.
+        self.decoder = MaeLmDecoder(config) if config.decoder_num_hidden_layers else None
+        self.lm_head = MaeLmLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear):
+        self.lm_head.output = new_embeddings
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        kept_index: torch.LongTensor | None = None,
+        hidden_index: torch.LongTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
+        sparse_logits: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaeLmMaskedLMOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The original ids of the tokens to predict, -100 elsewhere. Labels at tokens that are not [MASK] (80/10/10
+            masking) count too: the token stays in the encoder, its loss is taken from the decoder.
+        kept_index (`torch.LongTensor` of shape `(batch_size, kept_width)`, *optional*):
+            Positions of the tokens that the encoder sees, -1 where a row has fewer, as `DataCollatorForMaeLm` makes
+            them. Given this and `hidden_index`, forward needs no host sync and compiles with `fullgraph=True`, and in
+            training only hidden tokens are predicted. Both are recomputed where 0 < `encoder_mask_fraction` < 1.
+        hidden_index (`torch.LongTensor` of shape `(batch_size, hidden_width)`, *optional*):
+            Positions of the hidden tokens, -1 where a row has fewer.
+        document_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Which document of a packed row each token belongs to (0, 1, 2 ...): tokens attend within theirs.
+        sparse_logits (`bool`, *optional*):
+            Whether to return the logits of labelled tokens alone; by default in training with labels.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            What the summed loss is divided by: the labelled tokens of all micro-batches and processes of a step.
+        """
+        attention_mask, position_ids = check_inputs(
+            self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
+        )
+        shape = tuple((input_ids if input_ids is not None else inputs_embeds).shape[:2])
+        sparse = labels is not None and (self.training if sparse_logits is None else sparse_logits)
+        tokens = MaeLmTokens(input_ids, inputs_embeds, attention_mask, position_ids, document_ids, shape)
+        indexed = kept_index is not None and hidden_index is not None
+
+        tokens = self.split(tokens, kept_index, hidden_index, labels if sparse else None)
+        encoded = self.encode(tokens, avoid_host_sync=indexed, **kwargs)
+        joined = self.join(tokens, encoded.last_hidden_state)
+        states = self.decode(tokens, joined, avoid_host_sync=indexed)
+        logits, loss = self.predict(tokens, states, labels, sparse, indexed, num_items_in_batch)
+        hidden_states = encoded.hidden_states
+        if hidden_states is not None and tokens.kept_index is not None:
+            hidden_states = tuple(put(state, tokens.kept_index, shape[1]) for state in hidden_states)
+        return MaeLmMaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden_states, attentions=encoded.attentions)
+
+    def split(self, tokens: MaeLmTokens, kept_index, hidden_index, labels) -> MaeLmTokens:
+        """Kept tokens first, hidden tokens last: a stable partition of each row's attended tokens."""
+        indexed = kept_index is not None and hidden_index is not None
+        dropped = None
+        if tokens.ids is not None:
+            dropped = self.encoder.dropped_masks(tokens.ids, tokens.attended, tokens.positions, tokens.documents)
+        if dropped is None:  # the encoder sees every token: all stay in place
+            if labels is not None:
+                target_index = hidden_index if indexed else self.labelled(labels, tokens.attended)
+                tokens.target_slots, tokens.target_labels = target_index, take(labels, target_index, -100)
+            return tokens
+
+        # CODEPATH: between 0 and 1 (the paper's ablation) the encoder keeps some [MASK], which the indices do not know.
+        if indexed and self.config.encoder_mask_fraction == 0:
+            tokens.kept_index, tokens.hidden_index = kept_index, hidden_index
+            if labels is not None:
+                slots = torch.arange(hidden_index.shape[1], device=hidden_index.device) + kept_index.shape[1]
+                tokens.target_slots = slots.expand(hidden_index.shape)
+                tokens.target_labels = take(labels, hidden_index, -100)
+            return tokens
+
+        kept = ~dropped if tokens.attended is None else tokens.attended & ~dropped
+        widths = torch.stack([kept.sum(1).amax(), dropped.sum(1).amax()]).clamp(min=1)
+        kept_width, hidden_width = widths.tolist()  # the one host sync: how wide the encoder and the decoder really are
+        tokens.kept_index = positions_where(kept, kept_width)
+        tokens.hidden_index = positions_where(dropped, hidden_width)
+        if labels is not None:
+            joined_labels = take(labels, tokens.joined_index, -100)
+            tokens.target_slots = self.labelled(joined_labels, None)
+            tokens.target_labels = take(joined_labels, tokens.target_slots, -100)
+        return tokens
+
+    @staticmethod
+    def labelled(labels: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
+        """Where labels (batch, length) are given: (batch, targets)."""
+        labelled = labels != -100
+        if attended is not None:
+            labelled = labelled & attended
+        return positions_where(labelled, max(1, int(labelled.sum(1).max())))
+
+    def encode(self, tokens: MaeLmTokens, avoid_host_sync: bool, **kwargs) -> BaseModelOutput:
+        """The encoder over kept tokens, each at its original position."""
+        index = tokens.kept_index
+        embeds = tokens.embeds
+        if embeds is None:
+            # Embedded here: the encoder drops no token of `inputs_embeds`, and what to drop is decided already.
+            embeds = self.encoder.get_input_embeddings()(tokens.take(tokens.ids, index))
+        return self.encoder(
+            inputs_embeds=embeds,  # (batch, kept, size)
+            attention_mask=tokens.attended_at(index),
+            position_ids=tokens.take(tokens.positions, index),
+            document_ids=tokens.take(tokens.documents, index),
+            avoid_host_sync=avoid_host_sync,
+            **kwargs,
+        )
+
+    def join(self, tokens: MaeLmTokens, encoded: torch.Tensor) -> torch.Tensor:
+        """Encoder outputs, then the mask embedding once for each hidden token: (batch, kept + hidden, size)."""
+        if tokens.hidden_index is None:
+            return encoded
+        mask_embedding = self.encoder.get_input_embeddings().weight[self.config.mask_token_id]
+        return torch.cat([encoded, mask_embedding.to(encoded.dtype).expand(*tokens.hidden_index.shape, -1)], dim=1)
+
+    def decode(self, tokens: MaeLmTokens, joined: torch.Tensor, avoid_host_sync: bool) -> torch.Tensor:
+        """The decoder over all tokens, its last layer for the targets alone: (batch, targets, decoder size)."""
+        slots = tokens.target_slots
+        if self.decoder is None:
+            return joined if slots is None else take(joined, slots, 0.0)
+        index = tokens.joined_index
+        documents = tokens.take(tokens.documents, index)
+        states = self.decoder.embed(joined, tokens.take(tokens.positions, index))
+        attended = tokens.attended_at(index)
+        mask = create_attention_mask(
+            self.config, states, attended, key_documents=documents, avoid_host_sync=avoid_host_sync
+        )
+        for layer in self.decoder.layers[:-1]:
+            states = layer(states, attention_mask=mask)
+        if slots is None:
+            return self.decoder.layers[-1](states, attention_mask=mask)
+        queries = take(states, slots, 0.0)
+        mask = create_attention_mask(
+            self.config,
+            states,
+            attended,
+            queries=queries,
+            key_documents=documents,
+            query_documents=None if documents is None else documents.gather(1, slots.clamp(min=0)),
+            avoid_host_sync=avoid_host_sync,
+        )
+        return self.decoder.layers[-1](states, attention_mask=mask, queries=queries)
+
+    def predict(self, tokens: MaeLmTokens, states, labels, sparse, indexed, num_items_in_batch):
+        """Logits, (labelled tokens, vocabulary) or (batch, length, vocabulary), and the loss where there are labels."""
+        if sparse:
+            states, labels = states.flatten(0, 1), tokens.target_labels.flatten()
+            # Padded slots go too, but where that would stop an accelerator or a graph; there they have no label.
+            if not torch.compiler.is_compiling() and not (indexed and states.device.type != "cpu"):
+                present = labels != -100
+                states, labels = states[present], labels[present]
+        else:
+            index = tokens.joined_index
+            if index is not None:
+                states = put(states, index, tokens.shape[1])
+            if labels is not None and tokens.attended is not None:
+                labels = labels.masked_fill(~tokens.attended, -100)
+        logits = self.lm_head(states)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return logits, loss
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+) -> torch.Tensor:
+    """
+    Cross-entropy in nats, in float32, over labels other than -100: summed, then divided by their number or by
+    `num_items_in_batch`; 0 where there is none (a mean over nothing would be NaN).
+    """
+    logits, labels = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    count = torch.as_tensor(count, device=logits.device).clamp(min=1)
+    return F.cross_entropy(logits, labels, reduction="sum") / count
+
+
+class MaeLmSequenceClassifier(nn.Module):
+    """First token, dropout, linear, tanh, dropout, linear."""
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.output(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+def first_token(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """states (batch, length, size) of each row's first attended token: (batch, size)."""
+    if attention_mask is None:
+        return states[:, 0]
+    first = attention_mask.int().argmax(dim=1)
+    return states[torch.arange(states.shape[0], device=states.device), first.to(states.device)]
+
+
+@auto_docstring(
+    custom_intro="""
+    The MAE-LM encoder with a classifier of sequences on the first token: GLUE, for example.
+    """
+)
+class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = other_heads("sequence_classifier")
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.encoder = MaeLmModel(config)
+        self.sequence_classifier = MaeLmSequenceClassifier(config)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            A class each; floats for regression (`num_labels == 1`) or, of shape `(batch_size, num_labels)`, for several
+            classes at once. `config.problem_type` is set from the first labels where it is not given.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            What the summed loss of classes is divided by: the sequences of all micro-batches and processes of a step.
+        """
+        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        logits = self.sequence_classifier(first_token(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_of_problem(logits, labels.to(logits.device), num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def loss_of_problem(self, logits, labels, num_items_in_batch) -> torch.Tensor:
+        if self.config.problem_type is None:
+            if self.num_labels == 1:
+                self.config.problem_type = "regression"
+            elif labels.is_floating_point():
+                self.config.problem_type = "multi_label_classification"
+            else:
+                self.config.problem_type = "single_label_classification"
+        if self.config.problem_type == "single_label_classification":
+            return cross_entropy(logits, labels, num_items_in_batch)
+        labels = labels.float().view(logits.shape)
+        if self.config.problem_type == "regression":
+            loss = F.mse_loss(logits.float(), labels, reduction="sum")
+        else:
+            loss = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+        return loss / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+@auto_docstring(
+    custom_intro="""
+    The MAE-LM encoder with a classifier of tokens: named entities or parts of speech, for example.
+    """
+)
+class MaeLmForTokenClassification(MaeLmPreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = other_heads("token_classifier")
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.encoder = MaeLmModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.token_classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            A class each, -100 where there is none.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            What the summed loss is divided by: the labelled tokens of all micro-batches and processes of a step.
+        """
+        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        logits = self.token_classifier(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+@auto_docstring(
+    custom_intro="""
+    The MAE-LM encoder with start and end scores of a span: SQuAD, for example.
+    """
+)
+class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = other_heads("question_answering")
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__(config)
+        self.encoder = MaeLmModel(config)
+        self.question_answering = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        r"""
+        start_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            First token of the answer; a position outside the sequence does not count.
+        end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            Last token of the answer.
+        """
+        kwargs.pop("num_items_in_batch", None)  # it counts labels, and spans have none of that name
+        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        start_logits, end_logits = self.question_answering(outputs.last_hidden_state).unbind(dim=-1)  # (batch, length)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = (span_loss(start_logits, start_positions) + span_loss(end_logits, end_positions)) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def span_loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over rows of logits (batch, length) whose position lies in the sequence."""
+    positions = positions.flatten().to(logits.device)
+    inside = (positions >= 0) & (positions < logits.shape[1])
+    return cross_entropy(logits, positions.masked_fill(~inside, -100), None)
+
+
+@auto_docstring(
+    custom_intro="""
+    The MAE-LM encoder with a score of each choice on the first token: SWAG, for example.
+    """
+)
+class MaeLmForMultipleChoice(MaeLmPreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = other_heads("multiple_choice")
+
+    def __init__(self, config: MaeLmConfig):
+        super().__init__(config)
+        self.encoder = MaeLmModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.multiple_choice = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        r"""
+        input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`):
+            Ids of every choice; the other inputs likewise.
+        attention_mask (`torch.Tensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            1 at tokens, 0 at padding.
+        position_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            Positions, where they are not 0, 1, 2 ...
+        inputs_embeds (`torch.FloatTensor` of shape `(batch_size, num_choices, length, hidden_size)`, *optional*):
+            Token embeddings in place of `input_ids`.
+        labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            The right choice.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            What the summed loss is divided by: the examples of all micro-batches and processes of a step.
+        """
+        num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
+        input_ids, attention_mask, position_ids, inputs_embeds = (
+            None if tensor is None else tensor.flatten(0, 1)
+            for tensor in (input_ids, attention_mask, position_ids, inputs_embeds)
+        )
+        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        pooled = first_token(outputs.last_hidden_state, attention_mask)  # (batch x choices, size)
+        logits = self.multiple_choice(self.dropout(pooled)).view(-1, num_choices)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = [
+    "MaeLmForMaskedLM",
+    "MaeLmForMultipleChoice",
+    "MaeLmForQuestionAnswering",
+    "MaeLmForSequenceClassification",
+    "MaeLmForTokenClassification",
+    "MaeLmModel",
+    "MaeLmPreTrainedModel",
+]
