@@ -1,0 +1,254 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rank probe: model and data in, report out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .capture import capture_hidden_states
+from .data import ProbeData, open_data
+from .inputs import Budget, Masking, ProbeBatch, image_batches, ready_batches, text_batches
+from .loading import ProbedModel, load_model, load_processor
+from .rank import RepresentationMoments
+from .rank_report import MASK, REAL, UNMASKED, RankReport
+from .settings import environment
+
+Moments = dict[tuple[str, str], RepresentationMoments]  # (layer, population)
+
+
+def probe_rank(
+    model: nn.Module | str | Path,
+    processor: Any = None,
+    data: Any = None,
+    mask_ratio: float = 0.15,
+    *,
+    column: str | None = None,
+    max_tokens: int | None = None,
+    max_length: int | None = None,
+    batch_size: int = 32,
+    layers: Sequence[str] | None = None,
+    tau: float = 0.9,
+    power: float = 1,
+    centred: bool = False,
+    seed: int = 0,
+    blocks: int = 8,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> RankReport:
+    """How many of its dimensions does an encoder use, layer by layer?
+
+    Populations of a text model with a mask token: *unmasked* (the real tokens of clean input), *masked/all*,
+    *masked/real* and *masked/[MASK]* (all, the real and the mask tokens of the same input with ``mask_ratio`` of its
+    tokens masked). The rank deficiency of Meng et al. (ICLR 2024) is rank(masked/all) - rank(unmasked). Other models
+    have *unmasked* alone, and the report says why. Special tokens count, padding never does.
+
+    Under ``torch.distributed`` every process calls it with the same arguments and gets the same report; batches are
+    dealt out between them (not those of an accelerate data loader, which deals them out itself).
+
+    Args:
+        model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its mode, device and random state.
+        processor: the tokenizer, image processor or transform; ``None`` loads the one that belongs to a named model.
+        data: what :func:`maelm_hf.probing.data.open_data` takes: texts, a file, a data set, images, ready batches ...
+        mask_ratio: share of a sequence's tokens that is masked; 0 leaves the masked populations out.
+        column: of a table or data set.
+        max_tokens: stop after the sequence that reaches it.
+        max_length: cut sequences at this many tokens, or where the model's limit is lower, there.
+        batch_size: sequences in a forward pass.
+        layers: module names; ``None`` takes the embeddings, every block, and the final norm where there is one.
+        tau, power, centred: of the effective rank that the table and the figures lead with.
+        seed: of the masks and of the intervals.
+        blocks: see :class:`RepresentationMoments`.
+        revision, trust_remote_code, dtype, device: see :func:`maelm_hf.probing.loading.load_model`.
+        progress: show a progress bar.
+
+    Raises:
+        FileNotFoundError: a model or data set that is not there.
+        ValueError: arguments out of range, no tokens, a tokenizer that does not fit the model, a layer that does not
+            exist, or NaN or infinity in a layer, which is named.
+    """
+    if not 0 <= mask_ratio < 1:
+        raise ValueError(f"mask_ratio={mask_ratio!r} must be in [0, 1): 0.15 is usual, 0 masks nothing")
+    if data is None:
+        raise ValueError("data is missing: pass texts, a file, a data set, images or batches")
+    probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
+    opened = open_data(data, column)
+    if processor is None and opened.kind != "batches" and probed.source is not None:
+        processor = load_processor(probed, revision=revision, trust_remote_code=trust_remote_code)
+    if processor is None and opened.kind == "texts":
+        raise ValueError("processor is missing: texts need the model's tokenizer")
+    notes: list[str] = []
+    masking = _masking(probed, processor, opened, mask_ratio, seed, notes)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    budget = Budget(max_tokens, dist.get_rank() if world > 1 else 0, world)
+    cut = [0]
+
+    def told(count: int) -> None:
+        cut[0] += count
+
+    if opened.kind == "texts":
+        batches = text_batches(
+            opened,
+            processor,
+            probed,
+            batch_size=batch_size,
+            max_length=max_length,
+            masking=masking,
+            budget=budget,
+            told=told,
+        )
+    elif opened.kind == "images":
+        batches = image_batches(opened, processor, batch_size=batch_size, budget=budget)
+    else:
+        batches = ready_batches(opened, masking, budget)
+    with _progress(opened, max_tokens, enabled=progress and budget.rank == 0) as bar:
+        moments, positions = accumulate(probed.module, batches, layers=layers, blocks=blocks, on_batch=bar)
+    if cut[0]:
+        notes.append(f"{cut[0]} sequences were longer than the model takes and were cut.")
+    notes += [f"Skipped a file that could not be read: {name}." for name in opened.skipped]
+    settings = {
+        "model": probed.name,
+        "revision": probed.revision,
+        "data": opened.description,
+        "column": column,
+        "max_tokens": max_tokens,
+        "max_length": max_length,
+        "batch_size": batch_size,
+        "layers": list(layers) if layers is not None else None,
+        "mask_ratio": mask_ratio if masking else 0,
+        "seed": seed,
+        "tau": tau,
+        "power": power,
+        "centred": centred,
+        "blocks": blocks,
+        **environment(probed),
+    }
+    return RankReport.from_moments(moments, positions, settings, notes)
+
+
+@torch.inference_mode()
+def accumulate(
+    module: nn.Module,
+    batches: Iterable[ProbeBatch],
+    *,
+    layers: Sequence[str] | None = None,
+    blocks: int = 8,
+    on_batch: Callable[[ProbeBatch], None] | None = None,
+) -> tuple[Moments, dict[str, str]]:
+    """Run the model over the batches and add up every layer's moments; also returns what each layer is.
+
+    The module is in eval mode meanwhile; its modes and the random state are as before afterwards, also after an error.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    mask_share = encoder_mask_fraction(module)
+    moments: Moments = {}
+    # For the forward pass that runs: which tokens each population counts, and which ones enter the model at all.
+    populations: dict[str, Tensor | None] = {}
+    entering: Tensor | None = None
+    index = torch.empty(0)
+
+    def on_hidden(layer: str, hidden: Tensor) -> None:
+        nonlocal entering
+        if mask_share < 1 and entering is None:
+            entering = (hidden != 0).any(-1)  # a [MASK] token that is dropped is a row of zeros in every layer
+        for population, counted in populations.items():
+            if counted is not None and counted.shape != hidden.shape[:-1]:
+                raise ValueError(
+                    f"layer {layer} gives {tuple(hidden.shape)} for {tuple(counted.shape)} tokens: "
+                    "choose layers= that keep the tokens"
+                )
+            if counted is not None and entering is not None:
+                counted = counted & entering
+            key = (layer, population)
+            if key not in moments:
+                name = f"layer {layer}, {population} tokens"
+                moments[key] = RepresentationMoments(hidden.shape[-1], blocks=blocks, name=name).to(hidden.device)
+            moments[key].update(hidden.flatten(1, -2) if hidden.ndim > 3 else hidden, counted, index)
+
+    with _undisturbed(module), capture_hidden_states(module, on_hidden, layers) as positions:
+        for batch in batches:
+            batch, index = batch.to(device), batch.index
+            populations, entering = {UNMASKED: batch.counted}, None
+            _forward(module, batch.inputs)
+            if batch.masked_ids is not None:
+                populations, entering = {REAL: batch.counted & ~batch.is_mask}, None
+                if mask_share > 0:
+                    populations[MASK] = batch.counted & batch.is_mask
+                _forward(module, {**batch.inputs, "input_ids": batch.masked_ids})
+            if on_batch is not None:
+                on_batch(batch)
+    return moments, dict(positions)
+
+
+def encoder_mask_fraction(module: nn.Module) -> float:
+    """The share of the [MASK] tokens that enter the encoder: 1 for a plain model, less where the config says so."""
+    return float(getattr(getattr(module, "config", None), "encoder_mask_fraction", 1.0))
+
+
+def _forward(module: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
+    if isinstance(inputs, Tensor):
+        module(inputs)
+    else:
+        module(**inputs)
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Eval mode and a random state of its own; both are put back."""
+    training = {name: child.training for name, child in module.named_modules()}
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=cuda):
+        module.eval()
+        try:
+            yield
+        finally:
+            for name, child in module.named_modules():
+                child.training = training[name]
+
+
+def _masking(
+    model: ProbedModel, processor: Any, data: ProbeData, mask_ratio: float, seed: int, notes: list[str]
+) -> Masking | None:
+    """How the masked populations are made, or None and the reason in ``notes``."""
+    tokenizer = processor if hasattr(processor, "all_special_ids") else None
+    from_config = getattr(model.config, "mask_token_id", None)
+    mask_token_id = getattr(tokenizer, "mask_token_id", None)
+    if None not in (from_config, mask_token_id) and from_config != mask_token_id:
+        raise ValueError(
+            f"tokenizer has mask_token_id {mask_token_id}, the model's config {from_config}: "
+            "pass the tokenizer that belongs to the model"
+        )
+    if mask_ratio == 0:
+        notes.append("Nothing was masked (mask_ratio 0): there is the unmasked population only.")
+        return None
+    if tokenizer is None or mask_token_id is None:
+        reason = (
+            "images have no mask token"
+            if data.kind == "images"
+            else "no tokenizer was given"
+            if tokenizer is None
+            else "the tokenizer has no mask token"
+        )
+        notes.append(f"There is the unmasked population only: {reason}.")
+        return None
+    return Masking(mask_ratio, mask_token_id, sorted(tokenizer.all_special_ids), seed)
+
+
+@contextmanager
+def _progress(data: ProbeData, max_tokens: int | None, *, enabled: bool) -> Iterator[Callable[[ProbeBatch], None]]:
+    """A bar over tokens where their number is given, else over the items of the data."""
+    total = max_tokens or data.length
+    with tqdm(total=total, unit="tok" if max_tokens else "seq", desc="probe", disable=not enabled) as bar:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        yield lambda batch: bar.update((batch.tokens if max_tokens else len(batch.index)) * world)
