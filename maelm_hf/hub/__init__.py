@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a checkpoint to the Hub and back."""
 
+from .native import export_native
 from .official import convert_official_state_dict
 
-__all__ = ["convert_official_state_dict"]
+__all__ = ["convert_official_state_dict", "export_native"]
