@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small ViT encoder, two objectives, the same photographs: does the objective decide where the heads look?
 
-An encoder of 6 layers x 192 (3 heads, patch 8, 64-px crops) is trained with MAE (75 % of the patches hidden) and with SimCLR
-(two augmented views of one region, mean-pooled patch tokens), each for about ten minutes of one CPU core, over several
-seeds. Both start from the same weights. Attention diversity, distance and normalised mutual information are then measured
-layer by layer with `maelm_hf.probing.probe_attention` on crops of photographs that training never saw, next to the encoder at
-random init. The same question is answered for one attention layer, on synthetic images, by `training/vit_theory.py`.
+An encoder of 6 layers x 192 (3 heads, patch 8, 64-px crops) is trained with MAE (75 % of the patches hidden) and with
+SimCLR (two augmented views of one region, mean-pooled patch tokens), each for about ten minutes of one CPU core, over
+several seeds. Both start from the same weights. Attention diversity, distance and normalised mutual information are
+then measured layer by layer with `maelm_hf.probing.probe_attention` on crops of photographs that training never saw,
+next to the encoder at random init. The same question is answered for one attention layer, on synthetic images, by
+`training/vit_theory.py`.
 
     python -m training.vit_pair train   --out results/vit_pair   # a finished run is not repeated
     python -m training.vit_pair measure --out results/vit_pair   # layers.csv and vit_pair.png
@@ -76,7 +77,8 @@ def encoder_config(objective: str) -> ViTMAEConfig:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ images
+# ------------------------------------------------------------------------------------------------------------------
+# images
 
 
 def photograph(name: str) -> torch.Tensor:
@@ -134,7 +136,8 @@ def batch_of_crops(photographs: list[torch.Tensor], settings: Settings, rng: np.
     return [torch.stack([random_crop(r, settings.image_pixels, rng) for r in regions]) for _ in range(views)]
 
 
-# -------------------------------------------------------------------------------------------------------------- objectives
+# --------------------------------------------------------------------------------------------------------------
+# objectives
 
 
 class SimCLR(nn.Module):
@@ -210,7 +213,8 @@ def train(objective: str, seed: int, settings: Settings, photographs: list[torch
     return model.vit, curve
 
 
-# ---------------------------------------------------------------------------------------------------------------- commands
+# ----------------------------------------------------------------------------------------------------------------
+# commands
 
 
 def train_all(out: Path, weights: Path, seeds: range, settings: Settings) -> None:
