@@ -1,0 +1,107 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe leaves to the machine: precision, micro-batch and attention kernel, each with its reason.
+
+A choice is made once, printed, stored in the checkpoint, and kept on resume: a run must not change its arithmetic
+midway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention_choice import choose_attention
+from .recipe import Recipe
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU_TOKENS = 16_384  # activations of a base-size model: a few GB
+_GPU_SHARE = 0.6  # of the free memory, for activations
+
+
+@dataclass(frozen=True)
+class Choice:
+    value: Any
+    reason: str
+
+
+class Choices:
+    """Choices by name; those of a checkpoint are kept."""
+
+    def __init__(self, say: Callable[[str], None], stored: dict[str, dict] | None = None):
+        self._say = say
+        self._choices = {name: Choice(**choice) for name, choice in (stored or {}).items()}
+        self._kept = bool(stored)
+
+    def make(self, name: str, given: Any, choose: Callable[[], Choice]) -> Any:
+        """The value: the checkpoint's, or the recipe's, or, where that is "auto", a new one."""
+        if name not in self._choices:
+            self._choices[name] = choose() if given == "auto" else Choice(given, "the recipe says so")
+        choice = self._choices[name]
+        self._say(f"{name}: {choice.value} ({choice.reason}{'; kept from the checkpoint' if self._kept else ''})")
+        return choice.value
+
+    def as_dict(self) -> dict[str, dict]:
+        return {name: asdict(choice) for name, choice in self._choices.items()}
+
+
+def choose_precision(device: torch.device) -> Choice:
+    """bf16 where matrix products are really faster in it."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Choice("bf16", "this GPU multiplies in it")
+        return Choice("fp32", "this GPU has no bf16")
+    if device.type != "cpu":
+        return Choice("fp32", f"bf16 autocast was not tried on {device.type}")
+    seconds = {dtype: _matmul_seconds(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    return Choice("bf16" if ratio > 1.5 else "fp32", f"bf16 products are {ratio:.1f} times as fast as fp32 ones here")
+
+
+def _matmul_seconds(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> float:
+    matrix = torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def choose_micro_batch(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Choice:
+    """Sequences of ``max_length`` in a forward pass."""
+    length = recipe.data.max_length
+    if device.type != "cuda":
+        return Choice(max(1, _CPU_TOKENS // length), f"about {_CPU_TOKENS:,} tokens a forward pass")
+    # Bytes a token in bf16: 34 values of the width a layer (Korthikanti et al. 2022), the attention scores of an eager
+    # kernel, and logits with their gradient in two precisions.
+    config = model.config
+    layers = config.num_hidden_layers + config.decoder_num_hidden_layers
+    scores = 5 * config.num_attention_heads * length if config._attn_implementation == "eager" else 0
+    a_token = layers * (34 * config.hidden_size + scores) + recipe.data.mask_ratio * config.vocab_size * 12
+    if recipe.activation_checkpointing:
+        a_token = layers * 2 * config.hidden_size + a_token / layers
+    free, _ = torch.cuda.mem_get_info(device)
+    fitting = max(1, int(_GPU_SHARE * free / (a_token * length)))
+    return Choice(fitting, f"activations of about {a_token / 1e6:.2f} MB a token fill {_GPU_SHARE:.0%} of free memory")
+
+
+def fastest_attention(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], autocast: Callable[[], AbstractContextManager]
+) -> Choice:
+    """Measured on a micro-batch of the run."""
+    with autocast():
+        kernel, reason = choose_attention(model, [batch])
+    return Choice(kernel, reason.split(": ", 1)[1])
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
+    if precision == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=_DTYPES[precision])

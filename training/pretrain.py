@@ -1,0 +1,447 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pretraining, top to bottom: text, model, optimizer, steps, checkpoints.
+
+    python -m training.pretrain training/recipes/demo.yaml --max_steps 200 --model.hidden_size 256
+    accelerate launch --num_processes 8 -m training.pretrain training/recipes/base.yaml
+
+The same command continues a run that was killed, from its last checkpoint; on a CPU, bit for bit as if it had not been.
+Nothing random is carried from step to step: masks and the order of data are functions of (seed, epoch, sample), and
+dropout noise of (seed, step, process).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
+
+from .checkpoint import CheckpointError, find_checkpoint, newest_name, save_checkpoint
+from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
+from .corpus import Corpus, CorpusError, load_corpus
+from .data import BatchOrder, Blocks, Cursor, Step, StepDataset, evaluation_step, load_blocks, training_steps
+from .monitoring import Progress, RunLog, Summary, plot_loss, read_log
+from .optimizers import (
+    build_optimizers,
+    learning_rate_factor,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from .recipe import Recipe, RecipeError, load_recipe
+from .tokenizer import load_tokenizer, tokenizer_digest
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss is not finite; the message names the step, its samples and the last good checkpoint."""
+
+
+def run(recipe: Recipe) -> Summary:
+    """Pretrains, or continues to pretrain, what the recipe describes.
+
+    Writes to ``recipe.output_dir``: ``recipe.yaml`` (resolved), ``checkpoints/``, ``log.jsonl`` (a line a step),
+    ``evaluations.jsonl``, ``loss.png``, ``summary.json``, and ``final/``, which ``AutoModel`` and ``AutoTokenizer``
+    load.
+
+    Raises:
+        RecipeError, CorpusError: the recipe cannot be run, or is not the one that ``output_dir`` was begun with.
+        TrainingDivergedError: the loss is not finite.
+        CheckpointError: the final model cannot be written.
+    """
+    # bf16 autocast is entered around forward alone: Accelerate's own would also copy all logits to fp32.
+    accelerator = Accelerator(mixed_precision="fp16" if recipe.precision == "fp16" else "no")
+    with accelerator.main_process_first():
+        text = prepare_text(recipe, accelerator.print)
+    checkpoint, state = find_resumable(recipe, text, accelerator)
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe, text.tokenizer, checkpoint).to(accelerator.device)
+    pretraining = Pretraining(recipe, accelerator, text, model, checkpoint, state)
+    return pretraining.train()
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a run, ready for batches."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    training: Blocks
+    held_out: Blocks
+    digests: dict[str, str | None]
+
+
+def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
+    """Corpus, tokenizer and blocks, each from the cache where it has been made before."""
+    cache = Path(recipe.cache_dir).expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(recipe.corpus, cache)
+    say(f"corpus: {corpus.description}")
+    tokenizer = load_tokenizer(recipe, corpus, cache)
+    training, held_out = (load_blocks(recipe, corpus, tokenizer, cache, held_out=flag) for flag in (False, True))
+    say(f"text: {len(training):,} training blocks, {len(held_out):,} held out, vocabulary of {len(tokenizer):,}")
+    digests = {"corpus": corpus.digest, "tokenizer": tokenizer_digest(tokenizer)}
+    return Text(corpus, tokenizer, training, held_out, digests)
+
+
+def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state; refuses one of another recipe, corpus or tokenizer."""
+    found: list[Path | None] = [None]
+    if accelerator.is_main_process:
+        found = [find_checkpoint(Path(recipe.output_dir, "checkpoints"), refused=accelerator.print)]
+    checkpoint = broadcast_object_list(found)[0]
+    if checkpoint is None:
+        return None, {}
+    state = json.loads((checkpoint / "state.json").read_text())
+    now, then = recipe.course(), state["course"]
+    changed = [f"{key} (was {then.get(key)!r}, is {now.get(key)!r})" for key in now if now[key] != then.get(key)]
+    if changed:
+        raise RecipeError(
+            f"{recipe.output_dir} holds a run of another recipe: {', '.join(changed)}; use another output_dir."
+        )
+    for name, digest in text.digests.items():
+        if digest != state["digests"][name]:
+            raise RecipeError(
+                f"the {name} is not the one that {recipe.output_dir} was begun with (digest {digest}, checkpoint "
+                f"{state['digests'][name]}): restore it, or use another output_dir."
+            )
+    accelerator.print(f"continuing from {checkpoint}")
+    return checkpoint, state
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:
+    """The model, new or from a checkpoint, in fp32."""
+    if checkpoint is not None:
+        return MaeLmForMaskedLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("mask", "pad", "bos", "eos")}
+    settings = {"max_position_embeddings": recipe.data.max_length} | recipe.model
+    if settings["max_position_embeddings"] < recipe.data.max_length:
+        raise RecipeError("model.max_position_embeddings is below data.max_length: raise it, or shorten the blocks.")
+    try:
+        return MaeLmForMaskedLM(MaeLmConfig(vocab_size=len(tokenizer), **ids, **settings))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"model: {error}") from None
+
+
+class Pretraining:
+    """The parts of a run and its loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        text: Text,
+        model: MaeLmForMaskedLM,
+        checkpoint: Path | None,
+        state: dict[str, Any],
+    ):
+        self.recipe, self.accelerator, self.text = recipe, accelerator, text
+        self.folder = Path(recipe.output_dir)
+        self.progress = Progress(**state.get("progress", {}))
+        self.cursor = Cursor(**state.get("cursor", {}))
+        self.parameters = model.num_parameters()
+        self.stop_requested = False
+        self.collator = DataCollatorForMaeLm(
+            text.tokenizer,
+            recipe.data.mask_ratio,
+            seed=recipe.seed,
+            whole_word=recipe.data.whole_word,
+            mask_special_tokens=recipe.data.mask_special_tokens,
+        )
+        self.choices = Choices(accelerator.print, state.get("choices"))
+        self.autocast = self._choose(model)
+        if recipe.activation_checkpointing:
+            model.activation_checkpointing_enable()
+        optimizers = build_optimizers(model, recipe.optimizer)
+        self.model, *self.optimizers = accelerator.prepare(model, *optimizers)
+        if checkpoint is not None:
+            tensors = safetensors.torch.load_file(checkpoint / "optimizer.safetensors")
+            load_optimizer_tensors(self._unwrapped(), self.optimizers, tensors)
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(state["scaler"])
+
+    def _choose(self, model: MaeLmForMaskedLM) -> Callable[[], AbstractContextManager]:
+        """Settles precision, micro-batch and attention kernel, the same on all processes."""
+        recipe, device, data = self.recipe, self.accelerator.device, self.recipe.data
+
+        def agreed(choose):
+            return lambda: broadcast_object_list([choose()])[0]
+
+        precision = self.choices.make("precision", recipe.precision, agreed(lambda: choose_precision(device)))
+        autocast = autocast_of(precision, device)
+        micro_batch = self.choices.make(
+            "micro_batch_size", data.micro_batch_size, agreed(lambda: choose_micro_batch(recipe, model, device))
+        )
+        self.training, self.held_out = (
+            StepDataset(
+                blocks,
+                self.collator,
+                rank=self.accelerator.process_index,
+                world_size=self.accelerator.num_processes,
+                micro_batch_tokens=micro_batch * data.max_length,
+            )
+            for blocks in (self.text.training, self.text.held_out)
+        )
+        self.order = BatchOrder(recipe, self.text.training.lengths)
+        first = self._on_device(self.training[next(self.order.batches(Cursor()))].micro_batches[0])
+        attention = self.choices.make(
+            "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, autocast))
+        )
+        model.set_attn_implementation(attention)
+        return autocast
+
+    def train(self) -> Summary:
+        """Steps until ``max_steps``, with evaluations and checkpoints between them."""
+        recipe, progress, main = self.recipe, self.progress, self.accelerator.is_main_process
+        if main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            recipe.save(self.folder / "recipe.yaml")
+            self.log = RunLog(self.folder / "log.jsonl", after=progress.step)
+            self.evaluations = RunLog(self.folder / "evaluations.jsonl", after=progress.step)
+        if progress.step == 0:
+            self.save()
+        previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
+        pin = self.accelerator.device.type == "cuda"
+        steps = training_steps(self.training, self.order, self.cursor, recipe.data.num_workers, pin)
+        bar = tqdm(total=recipe.max_steps, initial=progress.step, unit="step", disable=not main, dynamic_ncols=True)
+        try:
+            while progress.step < recipe.max_steps and not self.stop_requested:
+                row = self.step(next(steps))
+                if main:
+                    self.log.write(row)
+                    bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
+                    bar.update()
+                last = progress.step == recipe.max_steps
+                if last or progress.step % recipe.evaluate_every == 0:
+                    self.evaluate(bar)
+                if last or self.stop_requested or progress.step % recipe.checkpoint_every == 0:
+                    self.save()
+        finally:
+            bar.close()
+            signal.signal(signal.SIGTERM, previous_handler)
+            if main:
+                self.log.close()
+                self.evaluations.close()
+        return self.finish()
+
+    def step(self, step: Step) -> dict[str, Any]:
+        """One optimizer step; returns the log's row."""
+        started = time.perf_counter()
+        recipe, accelerator, number = self.recipe, self.accelerator, self.progress.step + 1
+        factor = learning_rate_factor(number, recipe.max_steps, recipe.optimizer)
+        set_learning_rate(self.optimizers, factor)
+        torch.manual_seed(_seed(recipe.seed, number, accelerator.process_index))
+
+        # Counted over all processes before backward, so that every hidden token of the step weighs the same.
+        counts = torch.tensor(
+            [step.hidden_tokens, step.tokens, self.stop_requested], dtype=torch.float64, device=accelerator.device
+        )
+        counts = accelerator.reduce(counts, "sum")
+        share = counts[0] / accelerator.num_processes  # DDP averages the gradients of the processes
+
+        self.model.train()
+        losses = []
+        for number_of_micro_batch, batch in enumerate(step.micro_batches, start=1):
+            is_last = number_of_micro_batch == len(step.micro_batches)
+            with nullcontext() if is_last else accelerator.no_sync(self.model):
+                with self.autocast():
+                    loss = self.model(**self._on_device(batch), num_items_in_batch=share).loss
+                accelerator.backward(loss)
+            losses.append(loss.detach())
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm)
+        mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
+        # The step's one transfer from the device.
+        loss, norm, hidden_tokens, tokens, stop = torch.stack([mean_loss.double(), norm.double(), *counts]).tolist()
+
+        if not math.isfinite(loss):
+            raise TrainingDivergedError(
+                f"the loss of step {number} is {loss}; its samples are {step.sample_index} of epoch "
+                f"{step.cursor.epoch}; the last good checkpoint is {newest_name(self.folder / 'checkpoints') or 'none'}."
+            )
+        if math.isfinite(norm) or accelerator.scaler is not None:  # with fp16 the scaler skips, and lowers its scale
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.progress.skipped_steps += not math.isfinite(norm)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+        self.stop_requested = stop > 0
+        self.cursor = step.following
+        self.progress.step = number
+        self.progress.epoch = step.cursor.epoch
+        self.progress.tokens += int(tokens)
+        self.progress.hidden_tokens += int(hidden_tokens)
+        seconds = time.perf_counter() - started
+        self.progress.seconds += seconds
+        return {
+            "step": number,
+            "epoch": step.cursor.epoch,
+            "loss": loss,
+            "learning_rate": recipe.optimizer.learning_rate * factor,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "hidden_tokens": int(hidden_tokens),
+            "tokens": int(tokens),
+            "batch": _digest(step),
+            "tokens_per_second": tokens / seconds,
+        }
+
+    @torch.no_grad()
+    def evaluate(self, bar: tqdm) -> None:
+        """Loss and accuracy on hidden tokens of held-out documents, the same tokens each time."""
+        self.model.eval()
+        device = self.accelerator.device
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, tokens
+        step = evaluation_step(self.held_out, self.recipe.evaluation_blocks)
+        for batch in step.micro_batches:
+            batch = self._on_device(batch)
+            with self.autocast():
+                output = self.model(**batch, sparse_logits=True, num_items_in_batch=1)
+            targets = batch["labels"].gather(1, batch["hidden_index"].clamp(min=0))
+            targets = targets.masked_fill(batch["hidden_index"] < 0, -100).flatten()
+            if len(targets) != len(output.logits):  # on a CPU the model predicts no unused slots
+                targets = targets[targets != -100]
+            right = (output.logits.argmax(-1) == targets).sum()
+            sums += torch.stack([output.loss.double(), right.double(), (targets != -100).sum().double()])
+        loss, right, tokens = self.accelerator.reduce(sums, "sum").tolist()
+        if self.accelerator.is_main_process:
+            row = {
+                "step": self.progress.step,
+                "loss": loss / tokens,
+                "accuracy": right / tokens,
+                "hidden_tokens": int(tokens),
+            }
+            self.evaluations.write(row)
+            bar.write(f"step {row['step']}: held-out loss {row['loss']:.4f}, accuracy {row['accuracy']:.4f}")
+
+    def save(self) -> None:
+        """Writes a checkpoint; where that fails, says so, and training goes on with the previous one."""
+        weights = self.accelerator.get_state_dict(self.model)
+        tensors = optimizer_tensors(self._unwrapped(), self.optimizers)
+        if self.accelerator.is_main_process:
+            state = {
+                "progress": asdict(self.progress),
+                "cursor": asdict(self.cursor),
+                "course": self.recipe.course(),
+                "choices": self.choices.as_dict(),
+                "digests": self.text.digests,
+                "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
+                "num_processes": self.accelerator.num_processes,
+                "versions": _versions(),
+            }
+
+            def write(folder: Path) -> None:
+                self._write_model(folder, weights)
+                safetensors.torch.save_file(tensors, folder / "optimizer.safetensors")
+                (folder / "state.json").write_text(json.dumps(state, indent=1))
+                self.recipe.save(folder / "recipe.yaml")
+
+            try:
+                save_checkpoint(self.folder / "checkpoints", self.progress.step, write, self.recipe.keep_checkpoints)
+            except CheckpointError as error:
+                tqdm.write(f"warning: {error} Training goes on.")
+        self.accelerator.wait_for_everyone()
+
+    def finish(self) -> Summary:
+        """The loadable model, the figure and the summary."""
+        progress, finished = self.progress, self.progress.step >= self.recipe.max_steps
+        weights = self.accelerator.get_state_dict(self.model) if finished else {}
+        evaluations = read_log(self.folder / "evaluations.jsonl")
+        losses = [row["loss"] for row in read_log(self.folder / "log.jsonl")[-50:]]
+        summary = Summary(
+            finished=finished,
+            steps=progress.step,
+            epochs=progress.epoch + 1,
+            training_loss=sum(losses) / len(losses) if losses else None,
+            held_out_loss=evaluations[-1]["loss"] if evaluations else None,
+            held_out_accuracy=evaluations[-1]["accuracy"] if evaluations else None,
+            tokens=progress.tokens,
+            hidden_tokens=progress.hidden_tokens,
+            skipped_steps=progress.skipped_steps,
+            stray_mask_tokens=self.collator.stray_mask_tokens,
+            seconds=progress.seconds,
+            tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+            parameters=self.parameters,
+            corpus=self.text.corpus.description,
+            corpus_digest=self.text.digests["corpus"],
+            tokenizer_digest=self.text.digests["tokenizer"],
+            choices=self.choices.as_dict(),
+            versions=_versions(),
+            model=str(self.folder / "final") if finished else None,
+        )
+        if self.accelerator.is_main_process:
+            if finished:
+                self._write_model(self.folder / "final", weights)
+            plot_loss(self.folder, self.folder / "loss.png")
+            (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
+        self.accelerator.wait_for_everyone()
+        return summary
+
+    def _write_model(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        transformers.utils.logging.disable_progress_bar()  # one more bar beside the run's own
+        self._unwrapped().save_pretrained(folder, state_dict=weights)
+        self.text.tokenizer.save_pretrained(folder)
+
+    def _unwrapped(self) -> MaeLmForMaskedLM:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _request_stop(self, *_: object) -> None:
+        self.stop_requested = True
+
+
+def _seed(*parts: int) -> int:
+    """A 63-bit seed of the named numbers."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _digest(step: Step) -> str:
+    """Of the samples, tokens and masks of a step, for the log: equal digests mean equal batches."""
+    digest = hashlib.blake2b(json.dumps(step.sample_index).encode(), digest_size=8)
+    for batch in step.micro_batches:
+        for name in ("input_ids", "labels"):
+            digest.update(batch[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        summary = run(load_recipe(arguments[0], arguments[1:]))
+    except (RecipeError, CorpusError, CheckpointError, TrainingDivergedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not summary.finished:
+        print(f"stopped by SIGTERM after step {summary.steps}; the same command continues.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
