@@ -1,0 +1,57 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention kernel trains a model fastest here: measured on the task's own batches, because it depends on shape
+and machine.
+
+On a CPU sdpa with dropout takes its slow math path and often loses to eager attention; on a GPU it is usually the
+other way round.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+CANDIDATES = ("sdpa", "eager")
+REPEATS = 3
+
+
+def choose_attention(model: PreTrainedModel, batches: Sequence[dict]) -> tuple[str, str]:
+    """The fastest of sdpa and eager for one training step over `batches`, and the reason in words.
+
+    Each kernel runs every batch forward and backward, once to warm up and three times timed, in turns; the best time
+    counts. The model keeps its weights, gradients are cleared, and the random state is put back.
+    """
+    before, was_training, device = model.config._attn_implementation, model.training, next(model.parameters()).device
+    seconds: dict[str, float] = {}
+    model.train()
+    with torch.random.fork_rng():
+        for _ in range(1 + REPEATS):
+            for kernel in CANDIDATES:
+                try:
+                    model.set_attn_implementation(kernel)
+                except (ValueError, ImportError):
+                    continue  # this architecture has no such kernel
+                elapsed = _step_seconds(model, batches, device)
+                warm_up = kernel not in seconds
+                seconds[kernel] = float("inf") if warm_up else min(seconds[kernel], elapsed)
+    model.set_attn_implementation(before)
+    model.train(was_training)
+    if not seconds:
+        return before, f"attention {before}: the only kernel this architecture has"
+    best = min(seconds, key=seconds.__getitem__)
+    measured = ", ".join(
+        f"{kernel} {value * 1000:.0f} ms" for kernel, value in sorted(seconds.items(), key=lambda kv: kv[1])
+    )
+    return best, f"attention {best}: fastest over {len(batches)} training batches on {device.type} ({measured})"
+
+
+def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device) -> float:
+    start = time.perf_counter()
+    for batch in batches:
+        model(**{name: value.to(device) for name, value in batch.items()}).loss.backward()
+        model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,221 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Results of fine-tuning: what is written, how it is summed up, and models side by side.
+
+`OUT/TASK/cells/ID.json` is one finished cell. `OUT/results.json`, rewritten after every cell, is what a model card
+reads:
+
+    {"schema": 1, "model": NAME, "model_digest": SHA256, "command": ..., "environment": {...},
+     "tasks": {TASK: {
+        "kind", "dataset": {"type", "name", "config"}, "data_digest", "split_sizes": {SPLIT: n}, "metric": DECIDING
+        METRIC, "max_length", "attention", "attention_reason", "precision", "metrics_by", "settings": [{"setting":
+        {"mode", "learning_rate", "batch_size", "epochs"}, "seeds": [...], "scores": {SPLIT: {METRIC: {"values": [one
+        a seed], "median", "min", "max", "std"}}}}, best first], "best": the first entry of settings,
+        "test_unlabelled": true where the test split has no labels}},
+     "evaluation": [{"task_type", "task_name", "dataset_type", "dataset_name", "dataset_config", "dataset_split",
+                     "metric_type", "value", "seeds", "std", "setting"}, one for each metric of the best setting of
+                     each task]}
+
+Settings are ordered by the median of the deciding metric on validation; test plays no part in the choice. SQuAD's
+metrics are percent, all others fractions, as their benchmarks report them; `std` is the sample standard deviation,
+null for one seed.
+"""
+
+import csv
+import json
+import os
+import platform
+import statistics
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+SCHEMA = 1
+TASK_TYPES = {
+    "classification": "text-classification",
+    "regression": "text-classification",
+    "tokens": "token-classification",
+    "squad": "question-answering",
+}
+
+
+def write_json(path: Path, content: dict | list) -> None:
+    """Writes the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + f".{os.getpid()}.part")
+    scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    os.replace(scratch, path)
+
+
+def environment() -> dict:
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "hardware": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def summarise(values: list[float]) -> dict:
+    """Every value, median, range and sample standard deviation (None for one value)."""
+    return {
+        "values": values,
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def group_settings(cells: list[dict], metric: str) -> list[dict]:
+    """Cells (as written) gathered by setting across seeds, the best median of `metric` on validation first."""
+    groups: dict[str, list[dict]] = {}
+    for cell in cells:
+        groups.setdefault(json.dumps(cell["setting"], sort_keys=True), []).append(cell)
+    settings = []
+    for group in groups.values():
+        group.sort(key=lambda cell: cell["cell"]["seed"])
+        scores = {
+            split: {name: summarise([cell["scores"][split][name] for cell in group]) for name in values}
+            for split, values in group[0]["scores"].items()
+        }
+        seeds = [cell["cell"]["seed"] for cell in group]
+        settings.append({"setting": group[0]["setting"], "seeds": seeds, "scores": scores})
+    return sorted(settings, key=lambda entry: -entry["scores"]["validation"][metric]["median"])
+
+
+def evaluation_entries(tasks: dict) -> list[dict]:
+    """One flat entry for each metric of the best setting of each task, in the terms of a model card."""
+    entries = []
+    for name, task in tasks.items():
+        for split, metrics in task["best"]["scores"].items():
+            for metric, summary in metrics.items():
+                entries.append(
+                    {
+                        "task_type": TASK_TYPES[task["kind"]],
+                        "task_name": name,
+                        "dataset_type": task["dataset"].get("type", "local"),
+                        "dataset_name": task["dataset"].get("name", name),
+                        "dataset_config": task["dataset"].get("config", name),
+                        "dataset_split": split,
+                        "metric_type": metric,
+                        "value": summary["median"],
+                        "seeds": len(summary["values"]),
+                        "std": summary["std"],
+                        "setting": task["best"]["setting"],
+                    }
+                )
+    return entries
+
+
+def setting_name(setting: dict) -> str:
+    if setting["mode"] == "frozen":
+        return "frozen, linear probe"
+    return f"lr {setting['learning_rate']:g}, batch {setting['batch_size']}, {setting['epochs']:g} epochs"
+
+
+def results_table(results: dict) -> Table:
+    """Every task and setting of one model: each seed, median and spread."""
+    table = Table("task", "setting", "split", "metric", "median", "min to max", "each seed", title=results["model"])
+    for name, task in results["tasks"].items():
+        for rank, entry in enumerate(task["settings"]):
+            for split, metrics in entry["scores"].items():
+                for metric, summary in metrics.items():
+                    if metric != task["metric"] and rank > 0:
+                        continue
+                    seeds = " ".join(f"{value:.4g}" for value in summary["values"])
+                    spread = f"{summary['min']:.4g} to {summary['max']:.4g}"
+                    table.add_row(
+                        name, setting_name(entry["setting"]), split, metric, f"{summary['median']:.4g}", spread, seeds
+                    )
+    return table
+
+
+# ---- models side by side ---------------------------------------------
+
+
+def load_results(path: Path) -> dict:
+    """`results.json` of a run; ValueError where the folder has none or it is of another schema."""
+    file = path / "results.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path}: no results.json here; give the --out folder of a fine-tuning run")
+    results = json.loads(file.read_text("utf-8"))
+    if results.get("schema") != SCHEMA:
+        raise ValueError(f"{file}: schema {results.get('schema')!r}, this version reads {SCHEMA}")
+    return results
+
+
+def comparison_rows(runs: list[dict], names: list[str], split: str) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a task and mode a row, a model a column, the best setting's `median ± std (seeds)` of the
+    deciding metric.
+
+    The last row averages the tasks that every model has. Where two runs of a row used other data, the row says so.
+    """
+    tables = [_best_by_mode(run, split) for run in runs]
+    rows, means = [], [[] for _ in runs]
+    for key in dict.fromkeys(key for table in tables for key in table):
+        task, mode, metric = key
+        found = [table.get(key) for table in tables]
+        digests = {run["tasks"][task]["data_digest"] for run in runs if task in run["tasks"]}
+        rows.append(
+            [task + (" (other data!)" if len(digests) > 1 else ""), mode, metric, *map(_median_and_spread, found)]
+        )
+        if all(found):
+            for column, summary in zip(means, found, strict=True):
+                column.append(summary["median"])
+    if len(means[0]) > 1:
+        rows.append([f"mean of {len(means[0])}", "", "", *[f"{statistics.mean(column):.2f}" for column in means]])
+    return ["task", "mode", "metric", *names], rows
+
+
+def _best_by_mode(run: dict, split: str) -> dict[tuple[str, str, str], dict]:
+    """The best setting's summary of the deciding metric, in percent, by (task, mode, metric)."""
+    best: dict[tuple[str, str, str], dict] = {}
+    for name, task in run["tasks"].items():
+        scale = 1 if task["kind"] == "squad" else 100
+        for entry in task["settings"]:
+            if split in entry["scores"]:
+                values = [scale * value for value in entry["scores"][split][task["metric"]]["values"]]
+                best.setdefault((name, entry["setting"]["mode"], task["metric"]), summarise(values))
+    return best
+
+
+def _median_and_spread(summary: dict | None) -> str:
+    if summary is None:
+        return "–"
+    spread = f" ± {summary['std']:.2f}" if summary["std"] is not None else ""
+    return f"{summary['median']:.2f}{spread} ({len(summary['values'])})"
+
+
+def print_comparison(header: list[str], rows: list[list[str]], split: str, console: Console) -> None:
+    table = Table(
+        *header, title=f"best setting by validation, on {split}: median ± standard deviation (seeds), in percent"
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+    return "\n".join(lines) + "\n"
+
+
+def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    """The table as Markdown (.md) or CSV (.csv), by the ending."""
+    if path.suffix not in (".md", ".csv"):
+        raise ValueError(f"{path}: the table is written as .md or .csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".md":
+        path.write_text(markdown(header, rows), "utf-8")
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
