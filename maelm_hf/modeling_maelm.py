@@ -699,10 +699,13 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         dropped = None
         if tokens.ids is not None:
             dropped = self.encoder.dropped_masks(tokens.ids, tokens.attended, tokens.positions, tokens.documents)
+        labelled = None
+        if labels is not None:
+            labelled = labels != -100 if tokens.attended is None else (labels != -100) & tokens.attended
         if dropped is None:  # the encoder sees every token: all stay in place
             if labels is not None:
-                target_index = hidden_index if indexed else self.labelled(labels, tokens.attended)
-                tokens.target_slots, tokens.target_labels = target_index, take(labels, target_index, -100)
+                index = hidden_index if indexed else positions_where(labelled, max(1, int(labelled.sum(1).amax())))
+                tokens.target_slots, tokens.target_labels = index, take(labels, index, -100)
             return tokens
 
         # CODEPATH: between 0 and 1 (the paper's ablation) the encoder keeps some [MASK], which the indices do not know.
@@ -715,23 +718,17 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             return tokens
 
         kept = ~dropped if tokens.attended is None else tokens.attended & ~dropped
-        widths = torch.stack([kept.sum(1).amax(), dropped.sum(1).amax()]).clamp(min=1)
-        kept_width, hidden_width = widths.tolist()  # the one host sync: how wide the encoder and the decoder really are
-        tokens.kept_index = positions_where(kept, kept_width)
-        tokens.hidden_index = positions_where(dropped, hidden_width)
+        chosen = [kept, dropped] if labelled is None else [kept, dropped, labelled]
+        widths = torch.stack([tokens_chosen.sum(1).amax() for tokens_chosen in chosen]).clamp(min=1)
+        widths = widths.tolist()  # the one host sync: how wide the encoder and the decoder really are
+        tokens.kept_index = positions_where(kept, widths[0])
+        tokens.hidden_index = positions_where(dropped, widths[1])
         if labels is not None:
-            joined_labels = take(labels, tokens.joined_index, -100)
-            tokens.target_slots = self.labelled(joined_labels, None)
-            tokens.target_labels = take(joined_labels, tokens.target_slots, -100)
+            index = positions_where(labelled, widths[2])
+            slots = torch.arange(widths[0] + widths[1], device=index.device).expand(index.shape[0], -1)
+            slot_of_position = put(slots[..., None], tokens.joined_index, tokens.shape[1]).squeeze(-1)
+            tokens.target_slots, tokens.target_labels = take(slot_of_position, index, -1), take(labels, index, -100)
         return tokens
-
-    @staticmethod
-    def labelled(labels: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
-        """Where labels (batch, length) are given: (batch, targets)."""
-        labelled = labels != -100
-        if attended is not None:
-            labelled = labelled & attended
-        return positions_where(labelled, max(1, int(labelled.sum(1).max())))
 
     def encode(self, tokens: MaeLmTokens, avoid_host_sync: bool, **kwargs) -> BaseModelOutput:
         """The encoder over kept tokens, each at its original position."""
