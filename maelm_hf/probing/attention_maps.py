@@ -16,9 +16,11 @@ class AttentionMaps:
 
     Attributes:
         shape: (batch, heads, queries, keys).
+        device: where they are computed.
     """
 
     shape: tuple[int, int, int, int]
+    device: torch.device
 
     def rows(self, images: slice, queries: Tensor | None = None) -> Tensor:
         """Maps of some images and queries: (images, heads, queries, keys), float32 (float64 for a float64 model)."""
@@ -43,7 +45,7 @@ class ReadyMaps(AttentionMaps):
             maps = logits  # one float32 softmax over the block that is asked for, below
         self._again = logits is not None
         self._maps = four_dimensional(maps.detach(), batch)
-        self.shape = tuple(self._maps.shape)
+        self.shape, self.device = tuple(self._maps.shape), maps.device
 
     def rows(self, images: slice, queries: Tensor | None = None) -> Tensor:
         block = self._maps[images]
@@ -76,6 +78,7 @@ class ProductMaps(AttentionMaps):
         self._scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         self._query, self._key = four_dimensional(query, batch), four_dimensional(key, batch)
         self.shape = (*self._query.shape[:3], self._key.shape[2])
+        self.device = query.device
         self._causal = is_causal
         self._mask = None
         if attn_mask is not None:

@@ -38,15 +38,16 @@ NUMBERS = (
     "head_redundancy",
     "prefix_mass",
 )
-# Floats of a map that are worked on at a time: about what a core's cache holds.
-_BLOCK_ELEMENTS = 2**18
+# Floats of a map that are worked on at a time: 8 MB stay near the caches; less costs more in starting threads than it
+# gains.
+_BLOCK_ELEMENTS = 2**21
 
 
 class MeanAndSpread(Metric):
     """Mean and standard deviation over images of several named numbers, each (heads,).
 
-    Sums are float64 whatever `.to(dtype)` asks for (float32 on mps), are in `state_dict`, and are summed over processes by
-    `compute`, so the result is that of one process over all images.
+    Sums are float64 whatever `.to(dtype)` asks for (float32 on mps), are in `state_dict`, and are summed over
+    processes by `compute`, so the result is that of one process over all images.
     """
 
     full_state_update = False
@@ -176,8 +177,8 @@ class AttentionStatistics(MeanAndSpread):
     def compute(self) -> dict[str, Tensor]:
         """`NAME` and `NAME_std` (over images) of all :data:`NUMBERS`, each (heads,) float64; the mean of no image is 0.
 
-        Beside them `images`, how many were added, and `queries_left_out`, the share of queries that no patch-level number
-        counts because they look at the prefix alone.
+        Beside them `images`, how many were added, and `queries_left_out`, the share of queries that no patch-level
+        number counts because they look at the prefix alone.
         """
         images = self.count[NUMBERS.index("prefix_mass")]
         left_out = self.queries_left_out[0] / images.clamp(min=1)
@@ -198,7 +199,7 @@ def map_numbers(
     """
     batch, heads, tokens, _ = maps.shape
     patches = tokens - prefix_tokens
-    order = _query_order(patches, seed)
+    order = _query_order(patches, seed).to(maps.device)
     numbers, kept = [], []
     for images, blocks in _blocks(batch, heads, patches, tokens):
         sums = _Sums(heads, grid, prefix_tokens)
@@ -248,7 +249,7 @@ class _Sums:
             torch.cat(
                 [
                     (1 - mass / whole.clamp(min=tiny)).sum(dim=-1, keepdim=True),
-                    (flat @ distances[queries].flatten()).unsqueeze(-1),
+                    (flat @ distances[queries.to(distances.device)].flatten()).unsqueeze(-1),
                     row_entropy.sum(dim=-1, keepdim=True),
                     divergence.sum(dim=-1, keepdim=True),
                     both.sum(dim=-1, keepdim=True),
@@ -290,7 +291,7 @@ class _Sums:
 
 
 def _blocks(batch: int, heads: int, patches: int, tokens: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Images, and blocks of their queries, of about `_BLOCK_ELEMENTS` floats: small images together, large ones in parts."""
+    """Images, and blocks of their queries, of about `_BLOCK_ELEMENTS` floats: small images together, large in parts."""
     an_image = heads * patches * tokens
     images = max(1, _BLOCK_ELEMENTS // an_image)
     pieces = math.ceil(an_image / _BLOCK_ELEMENTS)
