@@ -19,10 +19,9 @@ from .data import ProbeData, open_data
 from .inputs import Budget, Masking, ProbeBatch, image_batches, ready_batches, text_batches
 from .loading import ProbedModel, load_model, load_processor
 from .rank import RepresentationMoments
-from .rank_report import MASK, REAL, UNMASKED, RankReport
+from .rank_report import RankReport
+from .rank_table import MASK, REAL, UNMASKED, Moments
 from .settings import environment
-
-Moments = dict[tuple[str, str], RepresentationMoments]  # (layer, population)
 
 
 def probe_rank(
@@ -137,7 +136,7 @@ def probe_rank(
     return RankReport.from_moments(moments, positions, settings, notes)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def accumulate(
     module: nn.Module,
     batches: Iterable[ProbeBatch],
@@ -152,7 +151,7 @@ def accumulate(
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     mask_share = encoder_mask_fraction(module)
-    moments: Moments = {}
+    moments: dict[tuple[str, str], RepresentationMoments] = {}
     # For the forward pass that runs: which tokens each population counts, and which ones enter the model at all.
     populations: dict[str, Tensor | None] = {}
     entering: Tensor | None = None

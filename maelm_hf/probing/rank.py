@@ -97,11 +97,11 @@ class RepresentationMoments(Metric):
             "count": (blocks,),  # tokens
             "first": (blocks, dim),  # sum h
             "second": (blocks, packed),  # sum h h^T, strip by strip
-            "unit": (dim,),  # sum h / |h|
-            "sequences": (),  # that hold two tokens or more
-            "residual": (),  # sum over sequences of |H - 1 mean^T| / |H|
-            "cosine": (),  # sum over sequences of the mean cosine between two different tokens
-            "norms": (_NORM_BINS,),  # histogram of log2 |h|
+            "unit": (blocks, dim),  # sum h / |h|
+            "sequences": (blocks,),  # that hold two tokens or more
+            "residual": (blocks,),  # sum over sequences of |H - 1 mean^T| / |H|
+            "cosine": (blocks,),  # sum over sequences of the mean cosine between two different tokens
+            "norms": (blocks, _NORM_BINS),  # histogram of log2 |h|
         }.items():
             self.add_state(state, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
             # torchmetrics keeps every default for reset(): one zero seen through strides, not a second matrix.
@@ -136,22 +136,22 @@ class RepresentationMoments(Metric):
         for strip, start, height in self._strips_of(self.second[block]):
             strip.addmm_(tokens[:, start : start + height].T, tokens[:, start:])
         norms = torch.linalg.vector_norm(tokens, dim=1)
-        self.norms += _norm_histogram(norms).to(self.norms.dtype)
+        self.norms[block] += _norm_histogram(norms).to(self.norms.dtype)
         inverse = torch.where(norms > 0, 1 / norms, 0)
         if rows is None:
             self.first[block] += tokens.sum(0)
-            self.unit += inverse @ tokens
+            self.unit[block] += inverse @ tokens
         else:
             _, sequence = torch.unique_consecutive(rows, return_inverse=True)
             member = torch.nn.functional.one_hot(sequence).T.to(tokens.dtype)  # (sequences, n)
             # Sums over each sequence as one product: no normalised copy of the tokens is made.
             sums, units = (torch.cat([member, member * inverse]) @ tokens).chunk(2)
             self.first[block] += sums.sum(0)
-            self.unit += units.sum(0)
-            self._add_sequences(member, sums, units, norms)
+            self.unit[block] += units.sum(0)
+            self._add_sequences(block, member, sums, units, norms)
         self.count[block] += len(tokens)
 
-    def _add_sequences(self, member: Tensor, sums: Tensor, units: Tensor, norms: Tensor) -> None:
+    def _add_sequences(self, block: int, member: Tensor, sums: Tensor, units: Tensor, norms: Tensor) -> None:
         size = member.sum(1)
         directed = member @ (norms > 0).to(member.dtype)  # a zero vector has no direction
         counted = directed >= 2
@@ -159,26 +159,39 @@ class RepresentationMoments(Metric):
         mean_energy = (sums**2).sum(1) / size  # |1 mean^T|_F^2
         residual = ((energy - mean_energy).clamp(min=0) / energy).sqrt()
         cosine = ((units**2).sum(1) - directed) / (directed * (directed - 1))
-        self.sequences += counted.sum()
-        self.residual += residual[counted].sum()
-        self.cosine += cosine[counted].sum()
+        self.sequences[block] += counted.sum()
+        self.residual[block] += residual[counted].sum()
+        self.cosine[block] += cosine[counted].sum()
 
     def compute(self) -> dict[str, float]:
-        """Every number of :meth:`numbers`, over all processes."""
+        """Every number by name, over all processes; see :meth:`numbers`."""
         return self.numbers()
 
-    def numbers(self) -> dict[str, float]:
-        """The numbers by name, off this process's sums: :func:`spectrum_numbers`, cosines, residual, norm quantiles."""
-        if not self.tokens:
+    def numbers(
+        self, blocks: Sequence[int] | None = None, spectra: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, float]:
+        """The numbers by name, off this process's sums: :func:`spectrum_numbers`, cosines, residual, norm quantiles.
+
+        Args:
+            blocks: which blocks to read; ``None`` reads all.
+            spectra: their raw and centred singular values where they are known already.
+        """
+        chosen = slice(None) if blocks is None else list(blocks)
+        if not self.count[chosen].sum():
             raise ValueError(f"{self.name or 'moments'}: no token was added, so there is nothing to measure")
-        numbers = spectrum_numbers(self.singular_values(), self.singular_values(centred=True))
-        pairs = self.norms[1:].sum().item()  # bin 0 holds the zero vectors
-        squared = (self.unit**2).sum().item()
-        numbers["mean_cosine"] = (squared - pairs) / (pairs * (pairs - 1)) if pairs > 1 else math.nan
-        sequences = self.sequences.item()
-        numbers["mean_cosine_in_sequence"] = self.cosine.item() / sequences if sequences else math.nan
-        numbers["oversmoothing_residual"] = self.residual.item() / sequences if sequences else math.nan
-        for quantile, value in zip(NORM_QUANTILES, _norm_quantiles(self.norms, NORM_QUANTILES), strict=True):
+        raw, centred = spectra or (
+            self.singular_values(blocks=blocks),
+            self.singular_values(blocks=blocks, centred=True),
+        )
+        numbers = spectrum_numbers(raw, centred)
+        norms = self.norms[chosen].sum(0)
+        directed = norms[1:].sum().item()  # bin 0 holds the zero vectors, which have no direction
+        squared = (self.unit[chosen].sum(0) ** 2).sum().item()
+        sequences = self.sequences[chosen].sum().item()
+        numbers["mean_cosine"] = (squared - directed) / (directed * (directed - 1)) if directed > 1 else math.nan
+        for name, total in (("mean_cosine_in_sequence", self.cosine), ("oversmoothing_residual", self.residual)):
+            numbers[name] = total[chosen].sum().item() / sequences if sequences else math.nan
+        for quantile, value in zip(NORM_QUANTILES, _norm_quantiles(norms, NORM_QUANTILES), strict=True):
             numbers[f"token_norm_q{100 * quantile:02.0f}"] = value
         return numbers
 
@@ -203,10 +216,10 @@ class RepresentationMoments(Metric):
     def singular_values(self, *, centred: bool = False, blocks: Sequence[int] | None = None) -> Tensor:
         """Singular values (dim,) of the matrix of tokens, largest first; float64, on the CPU for mps."""
         matrix = self.second_moment(centred=centred, blocks=blocks)
+        count = round((self.count if blocks is None else self.count[list(blocks)]).sum().item())
         if matrix.device.type == "mps":
             matrix = matrix.cpu().double()
         values = torch.linalg.eigvalsh(matrix).flip(0).clamp(min=0).sqrt()
-        count = round((self.count if blocks is None else self.count[list(blocks)]).sum().item())
         values[max(0, count - centred) :] = 0  # fewer tokens than dimensions: what is left there is rounding
         return values
 
@@ -232,9 +245,7 @@ class RepresentationMoments(Metric):
         copy = RepresentationMoments(self.dim, blocks=blocks, name=self.name)
         for name in self._defaults:
             value = getattr(self, name).detach().cpu()
-            if name in ("count", "first", "second"):
-                value = value.unflatten(0, (blocks, self.blocks // blocks)).sum(1)
-            setattr(copy, name, value.clone())
+            setattr(copy, name, value.unflatten(0, (blocks, self.blocks // blocks)).sum(1))
         return copy
 
     def _strips_of(self, packed: Tensor) -> Iterator[tuple[Tensor, int, int]]:

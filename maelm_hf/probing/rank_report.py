@@ -8,20 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 from .rank import RepresentationMoments
+from .rank_figures import compare_ranks, rank_by_layer, spectra_by_layer
+from .rank_table import MASKED, POPULATIONS, UNMASKED, Moments, rank_table
 from .report import Report
-from .spectrum import effective_rank
 
-UNMASKED, MASKED, REAL, MASK = "unmasked", "masked/all", "masked/real", "masked/[MASK]"
-POPULATIONS = (UNMASKED, MASKED, REAL, MASK)
-
-_COLOURS = {UNMASKED: "#0b5fa5", MASKED: "#d1495b", REAL: "#66a182", MASK: "#edae49"}
+# Moments are saved in two halves: enough for every number and its settled flag after a merge, a quarter of the size.
+SAVED_BLOCKS = 2
 
 
 class RankReport(Report):
-    """Rank numbers by layer and token population; made by :func:`maelm_hf.probing.probe_rank`."""
+    """Rank numbers by layer and token population; made by :func:`maelm_hf.probing.probe_rank`.
+
+    One row of :meth:`to_dataframe` is a layer and population. ``tokens``, ``dim`` and ``tokens_per_dim`` (n / d) say
+    how much it rests on; ``effective_rank`` is at the tau, power and centring of ``settings``, with the bounds of its
+    95 % interval in ``_low`` and ``_high``; every number has its value at half of the tokens in ``_half``, and in
+    ``_settled`` whether that agrees (see :mod:`maelm_hf.probing.resampling`).
+    """
 
     kind: ClassVar[str] = "rank"
     title = "Effective rank by layer"
@@ -29,79 +35,134 @@ class RankReport(Report):
 
     @classmethod
     def from_moments(
-        cls,
-        moments: Mapping[tuple[str, str], RepresentationMoments],
-        positions: Mapping[str, str],
-        settings: dict[str, Any],
-        notes: Iterable[str] = (),
+        cls, moments: Moments, positions: Mapping[str, str], settings: Mapping[str, Any], notes: Iterable[str] = ()
     ) -> Self:
-        rows = []
-        for number, (layer, position) in enumerate(positions.items()):
-            for population, sums in _populations_of(layer, moments).items():
-                if not sums.tokens:
-                    continue
-                numbers = sums.compute()
-                values = sums.singular_values(centred=settings["centred"])
-                rows.append(
-                    {
-                        "layer_index": number,
-                        "layer": layer,
-                        "position": position,
-                        "population": population,
-                        "tokens": sums.tokens,
-                        "dim": sums.dim,
-                        "tokens_per_dim": sums.tokens / sums.dim,
-                        "effective_rank": effective_rank(values, settings["tau"], settings["power"]),
-                        "entropy_effective_rank": numbers[
-                            f"entropy_effective_rank_{'centred' if settings['centred'] else 'raw'}"
-                        ],
-                        **numbers,
-                    }
-                )
+        """Measure everything that can be read off moments; under several processes, every one has to call it.
+
+        Args:
+            moments: by (layer, population).
+            positions: what each layer is, in order of depth.
+            settings: of the probe; ``tau``, ``power``, ``centred`` and ``seed`` are read here.
+
+        Raises:
+            ValueError: there is no token in them.
+        """
+        rows, tensors = rank_table(moments, positions, settings)
         if not rows:
             raise ValueError("the data gave no token: nothing was measured")
-        return cls(rows, settings, notes=notes)
+        for (layer, population), sums in moments.items():
+            kept = sums.joined(SAVED_BLOCKS if sums.blocks % SAVED_BLOCKS == 0 else 1)
+            tensors |= {f"moments/{layer}/{population}/{name}": value for name, value in kept.metric_state.items()}
+        return cls(rows, dict(settings), tensors, [*notes, *_warnings(rows)])
+
+    @classmethod
+    def merge(cls, reports: Sequence[Self]) -> Self:
+        """Join reports of one model over different data, from their saved moments: exact, as if probed in one run.
+
+        Intervals are not available afterwards: the saved moments hold two blocks.
+
+        Raises:
+            ValueError: reports of different models, layers or settings.
+        """
+        first, *others = reports
+        joined, positions = first.moments(), first.positions()
+        for other in others:
+            if other.positions() != positions or other.model != first.model:
+                raise ValueError(f"cannot merge {other.model!r} into {first.model!r}: their layers or names differ")
+            theirs = other.moments()
+            if theirs.keys() != joined.keys():
+                raise ValueError(f"cannot merge reports with the populations {sorted(theirs)} and {sorted(joined)}")
+            for key, sums in joined.items():
+                sums.merge(theirs[key])
+        data = " + ".join(str(report.settings.get("data")) for report in reports)
+        notes = list(dict.fromkeys(note for report in reports for note in report.notes))
+        return cls.from_moments(joined, positions, {**first.settings, "data": data}, notes)
+
+    def moments(self) -> dict[tuple[str, str], RepresentationMoments]:
+        """The sums that the report was read off, by (layer, population); masked/all is left to add up."""
+        found: dict[tuple[str, str], RepresentationMoments] = {}
+        for key, value in self.tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind != "moments":
+                continue
+            rest, _, state = rest.rpartition("/")
+            layer, population = _layer_and_population(rest)
+            if (layer, population) not in found:
+                first = self.tensors[f"moments/{rest}/first"]
+                found[layer, population] = RepresentationMoments(first.shape[1], blocks=first.shape[0], name=layer)
+            setattr(found[layer, population], state, value.clone())
+        return found
+
+    def positions(self) -> dict[str, str]:
+        """What each layer is (embeddings, block output, final norm, named layer), in order of depth."""
+        return {row["layer"]: row["position"] for row in self.rows}
+
+    def spectrum(self, layer: str, population: str = UNMASKED, *, centred: bool = False) -> torch.Tensor:
+        """Singular values (dim,), largest first."""
+        key = f"{'centred' if centred else 'raw'}/{layer}/{population}"
+        if key not in self.tensors:
+            raise ValueError(
+                f"no spectrum of layer {layer!r}, population {population!r}: layers {list(self.positions())}"
+            )
+        return self.tensors[key]
+
+    @property
+    def rank_label(self) -> str:
+        centring = "centred" if self.settings["centred"] else "raw"
+        return f"Effective rank (tau {self.settings['tau']:g}, power {self.settings['power']:g}, {centring})"
 
     def summary(self) -> pd.DataFrame:
-        """The headline effective rank, a row a layer and a column a population."""
+        """The effective rank, a row a layer and a column a population, and the deficiency with its interval."""
         frame = self.to_dataframe()
-        table = frame.pivot_table(index=["layer_index", "layer", "dim"], columns="population", values="effective_rank")
-        table = table[[population for population in POPULATIONS if population in table]].reset_index()
-        table.columns.name = None
-        if MASKED in table:
-            table["deficiency"] = table[MASKED] - table[UNMASKED]
-        return table
+        table = frame.drop_duplicates("layer_index")[["layer_index", "layer", "position", "dim"]].set_index(
+            "layer_index"
+        )
+        for population in POPULATIONS:
+            rows = frame[frame["population"] == population].set_index("layer_index")
+            if len(rows):
+                table[population] = rows["effective_rank"]
+            if population == MASKED and len(rows):
+                table["deficiency"] = rows["deficiency"]
+                for bound in ("deficiency_low", "deficiency_high"):
+                    table[bound] = rows[bound].astype(float)
+        settled = frame.groupby("layer_index")["effective_rank_settled"].all()
+        return table.assign(settled=settled).reset_index(names="index")
 
     def figures(self) -> dict[str, Figure]:
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for population, rows in self.to_dataframe().groupby("population", sort=False):
-            axes.plot(rows["layer_index"], rows["effective_rank"], "o-", label=population, color=_COLOURS[population])
-        axes.set(xlabel="Layer", ylabel="Effective rank (dimensions)", title=self.model)
-        axes.legend(frameon=False)
-        return {"rank_by_layer": figure}
+        frame, first = self.to_dataframe(), self.rows[0]
+        title = f"{self.model}: {int(first['tokens']):,} tokens, width {int(first['dim'])}"
+        figures = {"rank_by_layer": rank_by_layer(frame, title, self.rank_label)}
+        spectra = spectra_by_layer(frame, self.tensors, f"{self.model}: spectra", self.settings["centred"])
+        return figures | ({"spectra": spectra} if spectra is not None else {})
 
     @classmethod
     def comparison_figures(cls, reports: Sequence[Self], labels: Sequence[str]) -> dict[str, Figure]:
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for report, label in zip(reports, labels, strict=True):
-            frame = report.to_dataframe()
-            rows = frame[frame["population"] == UNMASKED]
-            axes.plot(rows["layer_index"], rows["effective_rank"], "o-", label=label)
-        axes.set(xlabel="Layer", ylabel="Effective rank (dimensions)", title="Unmasked tokens")
-        axes.legend(frameon=False)
-        return {"comparison": figure}
+        how = {report.rank_label for report in reports}
+        if len(how) > 1:
+            raise ValueError(f"reports show different ranks, {sorted(how)}: probe with equal tau, power and centred")
+        return {"comparison": compare_ranks([report.to_dataframe() for report in reports], labels, how.pop())}
 
 
-def _populations_of(
-    layer: str, moments: Mapping[tuple[str, str], RepresentationMoments]
-) -> dict[str, RepresentationMoments]:
-    """A layer's populations in the order of reports; masked/all is masked/real and masked/[MASK] together."""
-    found = {population: sums for (name, population), sums in moments.items() if name == layer}
-    if REAL in found:
-        everything = RepresentationMoments(found[REAL].dim, blocks=found[REAL].blocks, name=f"layer {layer}, {MASKED}")
-        found[MASKED] = everything.to(found[REAL].device).merge(
-            *(found[name] for name in (REAL, MASK) if name in found)
+def _layer_and_population(key: str) -> tuple[str, str]:
+    for population in POPULATIONS:
+        if key.endswith(f"/{population}"):
+            return key.removesuffix(f"/{population}"), population
+    raise ValueError(f"moments of {key!r} belong to no known population {POPULATIONS}")
+
+
+def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader of these rows has to know."""
+    notes = []
+    positions = {row["position"]: row["layer"] for row in rows}
+    if "final norm" in positions:
+        notes.append(
+            f"The model's last hidden state is post-norm: {positions['final norm']} normalises what the last block "
+            "returns. It is a row of its own; the blocks' rows are what the blocks return."
         )
-    return {population: found[population] for population in POPULATIONS if population in found}
+    thin = sorted({row["population"] for row in rows if row["tokens"] < row["dim"]})
+    if thin:
+        notes.append(f"Fewer tokens than dimensions in {', '.join(thin)}: the rank there is bounded by the tokens.")
+    unsettled = sorted({row["population"] for row in rows if not row["effective_rank_settled"]} - set(thin))
+    if unsettled:
+        notes.append(f"The effective rank of {', '.join(unsettled)} has not settled in every layer: probe more tokens.")
+    return notes

@@ -136,7 +136,7 @@ class Report(_Document):
             "notes": self.notes,
             "rows": self.rows,
         }
-        text = json.dumps(_map_floats(document, _nan_to_none), indent=1, allow_nan=False)
+        text = json.dumps(_map_floats(document, _to_json), indent=1, allow_nan=False)
         (directory / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         if self.tensors:
             contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
@@ -167,7 +167,7 @@ class Report(_Document):
             raise ValueError(f"{path} is a {kind.__name__}, not a {cls.__name__}: use {kind.__name__}.load")
         tensors_path = directory / kind.tensors_file
         tensors = load_file(tensors_path) if tensors_path.is_file() else {}
-        rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in document["rows"]]
+        rows = [{key: _from_json(value) for key, value in row.items()} for row in document["rows"]]
         return kind(rows, document["settings"], tensors, document["notes"])
 
 
@@ -204,7 +204,7 @@ class Comparison(_Document):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         document = {"settings": self._settings(), "notes": self._notes()}
-        text = json.dumps(_map_floats(document, _nan_to_none), indent=1, allow_nan=False)
+        text = json.dumps(_map_floats(document, _to_json), indent=1, allow_nan=False)
         (directory / "comparison.json").write_text(text + "\n", encoding="utf-8")
         self._save_page(directory)
         return directory
@@ -238,12 +238,19 @@ def _distinct(labels: Sequence[str]) -> list[str]:
     return distinct
 
 
-def _nan_to_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _to_json(value: float) -> float | str | None:
+    """JSON has neither NaN nor infinity."""
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return None if math.isnan(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    return {None: math.nan, "inf": math.inf, "-inf": -math.inf}.get(value, value)
 
 
 def _map_floats(value: Any, function: Callable[[float], Any]) -> Any:
-    """Apply ``function`` to every float of a nested JSON value: JSON has no NaN."""
+    """Apply ``function`` to every float of a nested JSON value."""
     if isinstance(value, dict):
         return {key: _map_floats(item, function) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
