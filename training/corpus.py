@@ -218,6 +218,8 @@ def _load_datasets(section: CorpusSection, path: Path, cache_dir: Path) -> Corpu
     try:
         if path.is_dir() and (path / "state.json").is_file():
             documents = datasets.load_from_disk(str(path))
+            if section.streaming:
+                documents = documents.to_iterable_dataset()
         elif path.is_file():
             kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}[
                 path.suffix
@@ -307,5 +309,14 @@ def _write_atomically(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def _build(arguments: list[str]) -> None:
+    from training.corpus_sources import app
+
+    app(arguments, prog_name="python -m training.corpus build")
+
+
 if __name__ == "__main__":
-    _print_docstrings(int(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[1:2] == ["build"] or len(sys.argv) != 3:
+        _build(sys.argv[2:] if sys.argv[1:2] == ["build"] else ["--help"])
+    else:
+        _print_docstrings(int(sys.argv[1]), int(sys.argv[2]))

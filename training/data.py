@@ -197,7 +197,7 @@ class BatchOrder:
         data = recipe.data
         self.lengths, self.seed = lengths, recipe.seed
         self.batch_size, self.batch_tokens = data.batch_size, data.batch_tokens
-        blocks_a_batch = data.batch_size or max(1, data.batch_tokens // data.max_length)
+        blocks_a_batch = data.batch_size or max(1, int(data.batch_tokens / lengths.mean()))
         self.window_size = blocks_a_batch * data.length_window
         self.windows = max(1, len(lengths) // self.window_size)
 

@@ -273,7 +273,8 @@ class Pretraining:
         if not math.isfinite(loss):
             raise TrainingDivergedError(
                 f"the loss of step {number} is {loss}; its samples are {step.sample_index} of epoch "
-                f"{step.cursor.epoch}; the last good checkpoint is {newest_name(self.folder / 'checkpoints') or 'none'}."
+                f"{step.cursor.epoch}; the last good checkpoint is "
+                f"{newest_name(self.folder / 'checkpoints') or 'none'}."
             )
         if math.isfinite(norm) or accelerator.scaler is not None:  # with fp16 the scaler skips, and lowers its scale
             for optimizer in self.optimizers:

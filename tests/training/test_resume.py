@@ -1,0 +1,118 @@
+"""A run that is killed and continued is, bit for bit, the run that was not."""
+
+import json
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pretraining_helpers import log_of, start, tiny_recipe, weights_of
+
+# Kills itself right after the log's row of a step, or in the middle of writing a checkpoint.
+KILL_AFTER_STEP = """
+write = monitoring.RunLog.write
+def write_and_die(self, row):
+    write(self, row)
+    if self.path.name == "log.jsonl" and row["step"] == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+monitoring.RunLog.write = write_and_die
+"""
+KILL_WHILE_SAVING = """
+sync = checkpoint._sync
+def sync_or_die(path):
+    if "step-{step:09d}" in str(path) and path.name == "optimizer.safetensors":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+checkpoint._sync = sync_or_die
+"""
+
+
+def finish(process) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def killed(process) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder) -> Path:
+    finish(start(tiny_recipe(folder, "uninterrupted")))
+    return folder / "uninterrupted"
+
+
+def test_killed_at_every_kind_of_moment(folder, uninterrupted):
+    rows = log_of(uninterrupted)
+    boundary = next(row["step"] for row in rows if row["epoch"] == 1) - 1  # the first epoch's last step
+    assert 6 < boundary < 14, "the corpus of this test should make epochs of about ten steps"
+    recipe = tiny_recipe(folder, "killed")
+    with_workers = tiny_recipe(folder, "killed", data__num_workers=2)
+
+    killed(start(recipe, before=KILL_AFTER_STEP.format(step=7)))  # in the middle of the first epoch
+    assert [row["step"] for row in log_of(folder / "killed")] == list(range(1, 8))
+    output = killed(start(with_workers, before=KILL_AFTER_STEP.format(step=boundary)))
+    assert "continuing from" in output
+    assert "step-000000005" in output
+    killed(start(recipe, before=KILL_WHILE_SAVING.format(step=20)))  # in the second epoch
+    assert not (folder / "killed" / "checkpoints" / "step-000000020").exists()
+    killed(start(recipe, before=KILL_AFTER_STEP.format(step=22)))
+    finish(start(with_workers))
+
+    assert log_of(folder / "killed") == rows  # samples, masks, losses, rates, norms; no step lost or repeated
+    assert [row["step"] for row in rows] == list(range(1, 25))
+    expected, got = weights_of(uninterrupted), weights_of(folder / "killed")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert (folder / "killed" / "evaluations.jsonl").read_text() == (uninterrupted / "evaluations.jsonl").read_text()
+
+
+def test_killed_from_outside(folder, uninterrupted):
+    """At whatever moment the signal comes."""
+    recipe = tiny_recipe(folder, "outside")
+    process = start(recipe)
+    log = folder / "outside" / "log.jsonl"
+    deadline = time.monotonic() + 100
+    while not (log.exists() and len(log.read_text().splitlines()) >= 6):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    finish(start(recipe))
+    assert log_of(folder / "outside") == log_of(uninterrupted)
+    expected, got = weights_of(uninterrupted), weights_of(folder / "outside")
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_two_processes_agree_with_one(folder, uninterrupted):
+    """Dropout draws other noise in every process, so it is off here."""
+    no_dropout = {"model__hidden_dropout_prob": 0.0, "model__attention_probs_dropout_prob": 0.0, "max_steps": 12}
+    alone = start(tiny_recipe(folder, "alone", **no_dropout))
+    finish(alone)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    launcher += ("--main_process_port", str(port))
+    finish(start(tiny_recipe(folder, "together", **no_dropout), launcher=launcher))
+    state = json.loads((folder / "together" / "checkpoints" / "step-000000012" / "state.json").read_text())
+    assert state["num_processes"] == 2
+    one, two = log_of(folder / "alone"), log_of(folder / "together")
+    assert len(one) == len(two) == 12
+    for row, other in zip(one, two, strict=True):
+        assert (row["hidden_tokens"], row["tokens"]) == (other["hidden_tokens"], other["tokens"])
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-6)
