@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
 from training import corpus_text
+from training.console import console, help_text
 from training.corpus import docstrings, installed_packages, is_held_out
 from training.corpus_text import Reader, files_by, is_english_prose
 from training.near_duplicates import HASHES, THRESHOLD, NearDuplicates
@@ -111,7 +111,7 @@ SOURCES = (
 DOCSTRINGS = "docstrings"
 
 
-def build(out: Path, only: tuple[str, ...] | None = None, console: Console | None = None) -> dict:
+def build(out: Path, only: tuple[str, ...] | None = None) -> dict:
     """Builds the corpus into `out` and returns its manifest.
 
     Args:
@@ -120,7 +120,6 @@ def build(out: Path, only: tuple[str, ...] | None = None, console: Console | Non
     Raises:
         ValueError: an unknown source name, or no source could be had.
     """
-    console = console or Console()
     known = [source.name for source in SOURCES] + [DOCSTRINGS]
     for name in only or ():
         if name not in known:
@@ -289,10 +288,10 @@ def summary_table(manifest: dict) -> Table:
     return table
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(help=__doc__)
+@app.command(help=help_text(__doc__))
 def main(
     out: Path = typer.Option(..., help="Folder of the corpus; a stopped build goes on here."),  # noqa: B008
     sources: str = typer.Option(
@@ -300,9 +299,8 @@ def main(
     ),
     drop_work: bool = typer.Option(False, "--drop-work", help="Delete packages and intermediate text at the end."),
 ) -> None:
-    console = Console(width=None if os.isatty(1) else 160)
     try:
-        build(out, tuple(sources.split(",")) if sources else None, console)
+        build(out, tuple(sources.split(",")) if sources else None)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

@@ -72,6 +72,10 @@ def rst_prose(text: str) -> str:
         ):
             skip_deeper_than = indent
             continue
+        admonition = re.match(r"\.\. (?:note|warning|tip|important|caution|hint|attention)::\s*(.*)", stripped)
+        if admonition:
+            kept.append(line[:indent] + admonition.group(1))
+            continue
         if stripped.startswith((".. ", "..", ":")) and re.match(r"(\.\.($| )|:[\w -]+:( |$))", stripped):
             continue  # comments, targets, other directives' names, field lists
         if re.fullmatch(r"([=\-~^\"'`#*+.:_<>|])\1{2,}|[+|=\- ]{4,}|\|.*\||(>>>|\.\.\.|\$|#) ?.*", stripped):
@@ -94,7 +98,7 @@ def markdown_prose(text: str) -> str:
     """Prose of Markdown: link texts without addresses, no emphasis marks, images, rules and heading marks."""
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"(?m)^\s*((#+|>|\* \* \*|[-*]) +)+", "", text)
+    text = re.sub(r"(?m)^[ \t]*((#+|>|[-*])([ \t]+|$))+", "", text)
     return clean(re.sub(r"(?<!\w)[_*]{1,3}(?=\S)|(?<=\S)[_*]{1,3}(?!\w)", "", text))
 
 
@@ -132,9 +136,11 @@ def files_by(*patterns: str, convert: Callable[[str], str] = clean, without: str
     """A document a file. `without` is a regular expression of paths to leave out."""
 
     def read(folder: Path) -> Iterator[str]:
-        paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-        for path in paths:
-            if not re.search(without, str(path.relative_to(folder))):
+        paths = {
+            path.resolve() for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+        }  # links once
+        for path in sorted(paths):
+            if not re.search(without, str(path.relative_to(folder.resolve()))):
                 yield convert(read_text(path))
 
     return read
@@ -144,7 +150,7 @@ def read_gcide(folder: Path) -> Iterator[str]:
     """Dictionary entries in their order, about 4,000 characters to a document; sources and pronunciations left out."""
     text = read_text(folder / "usr/share/dictd/gcide.dict.dz")
     text = re.sub(r"\[(1913 Webster|WordNet[^\]]*|PJC|Century Dict[^\]]*|Webster 1913 Suppl\.)\]|\{|\}", "", text)
-    text = re.sub(r"\\[^\\\n]{1,60}\\( \([^)\n]{1,60}\))?", "", text)
+    text = re.sub(r" *\\[^\\\n]{1,60}\\( \([^)\n]{1,60}\))?", "", text)
     yield from _in_pieces((clean(entry) for entry in re.split(r"\n\n(?=\S)", text)), 4000)
 
 
@@ -174,7 +180,7 @@ def read_austen(folder: Path) -> Iterator[str]:
         stream = zlib.decompressobj()
         chunk, data = stream.decompress(data[4:]), stream.unused_data
         novel = "\n".join(_r_strings(chunk))
-        for chapter in re.split(r"\n(?=\s*(?:CHAPTER|Chapter) [IVXLC\d]+)", novel):
+        for chapter in re.split(r"\n+(?=[ \t]*(?:CHAPTER|Chapter) [IVXLC\d]+)", novel):
             yield clean(chapter)
 
 
@@ -195,9 +201,9 @@ def read_brown(folder: Path) -> Iterator[str]:
     for path in sorted((folder / "package").glob("c[a-r][0-9][0-9]")):
         lines = ([word.rpartition("/")[0] for word in line.split()] for line in read_text(path).splitlines())
         text = " ".join(word for words in lines for word in words)
-        text = re.sub(
-            r" ([,.;:?!)\]])(\1?)", r"\1", text.replace("`` ", "“").replace(" ''", "”")
-        )  # "; ;" and ";;" are one
+        text = text.replace("`` ", "“").replace(" ''", "”")
+        text = re.sub(r" ([,;:?!])(?: ?\1)*", r"\1", text)  # the corpus writes many of them twice
+        text = re.sub(r" ([.)\]])", r"\1", text)
         yield clean(text)
 
 

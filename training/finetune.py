@@ -5,8 +5,8 @@
     python -m training.finetune MODEL --task sst2 --seeds 5 --out runs/finetune/mine
     python -m training.finetune MODEL --task cola,rte,mrpc --grid paper --seeds 5 --out runs/finetune/mine
     python -m training.finetune MODEL --task rotten_tomatoes --frozen --seeds 3 --out runs/finetune/mine
-    python -m training.finetune MODEL --task text --train a.csv --validation b.csv --text review --label stars --out
-    runs/finetune/mine python -m training.finetune compare runs/finetune/mine runs/finetune/other
+    python -m training.finetune MODEL --task text --train a.csv --validation b.csv --label stars --out runs/finetune/mine
+    python -m training.finetune compare runs/finetune/mine runs/finetune/other
 
 MODEL is a folder of `save_pretrained` or a Hub name: any transformers encoder. A finished cell (one setting, one
 seed) is never run again: start the same command once more after a stop, or with more seeds. The best model of each
@@ -21,8 +21,9 @@ from typer.core import TyperGroup
 
 import maelm_hf  # noqa: F401 registers the Auto classes of MAE-LM
 from training import finetune_report as report
+from training.console import console, help_text
 from training.finetune_data import DataOptions, known_tasks
-from training.finetune_grid import Plan, console, run_cell_of, run_task
+from training.finetune_grid import Plan, run_cell_of, run_task
 
 # The grid nearest to the paper's: AMOS and COCO-LM (see finetune_data.EPOCHS).
 PAPER_LEARNING_RATES = (1e-5, 2e-5, 3e-5, 4e-5)
@@ -38,7 +39,9 @@ class RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=RunByDefault, add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+app = typer.Typer(
+    cls=RunByDefault, add_completion=False, no_args_is_help=True, help=help_text(__doc__), rich_markup_mode=None
+)
 
 
 def _comma_list(kind):

@@ -128,17 +128,28 @@ def longest_input(model: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 @contextlib.contextmanager
-def quiet_loading():
-    """No wall of reports and bars while a checkpoint loads; what matters of them is checked by `load_model`."""
-    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def no_bars(hide: bool = True):
+    """No bars for the reading and writing of checkpoints, where `hide`."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    if hide:
+        transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
+        if shown:
             transformers.logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet_loading():
+    """No wall of reports and bars while a checkpoint loads; what matters of them is checked by `load_model`."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with no_bars():
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
 
 
 def load_model(model: str, data: TaskData, attention: str | None = None) -> PreTrainedModel:
@@ -289,7 +300,9 @@ def run_cell(cell: Cell, data: TaskData, work: Path, metrics_backend: str = "aut
         callbacks=[EarlyStoppingCallback(cell.early_stop)] if cell.early_stop else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trained = trainer.train()
+    with no_bars():  # of every checkpoint; Trainer's own bar stays
+        trained = trainer.train()
+        trainer.save_model(str(work / "model"))
     scores, predictions = {}, {}
     for split, (dataset, order) in longest_first.items():
         scorer.split, scorer.encoded = split, dataset
@@ -299,7 +312,6 @@ def run_cell(cell: Cell, data: TaskData, work: Path, metrics_backend: str = "aut
             scores[split] = {name: value for name, value in named.items() if name.split("_per_")[0] not in NOT_SCORES}
         else:
             predictions[split] = (output.predictions, order)
-    trainer.save_model(str(work / "model"))
     if predictions:
         _write_predictions(work / "predictions", data, predictions, longest_first)
     return {

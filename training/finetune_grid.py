@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
-
 from training import finetune_report as report
+from training.console import console
 from training.finetune_data import DEFAULT_EPOCHS, EPOCHS, DataOptions, data_digest, load_task, model_digest
 
 LONGEST_BY_DEFAULT = 256
-console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass(frozen=True)

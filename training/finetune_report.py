@@ -7,15 +7,15 @@ reads:
 
     {"schema": 1, "model": NAME, "model_digest": SHA256, "command": ..., "environment": {...},
      "tasks": {TASK: {
-        "kind", "dataset": {"type", "name", "config"}, "data_digest", "split_sizes": {SPLIT: n}, "metric": DECIDING
-        METRIC, "max_length", "attention", "attention_reason", "precision", "metrics_by", "settings": [{"setting":
-        {"mode", "learning_rate", "batch_size", "epochs"}, "seeds": [...], "scores": {SPLIT: {METRIC: {"values": [one
-        a seed], "median", "min", "max", "std"}}}}, best first], "best": the first entry of settings,
-        "test_unlabelled": true where the test split has no labels}},
+        "kind", "dataset": {"type", "name", "config"}, "data_digest", "split_sizes": {SPLIT: n},
+        "metric": the deciding one, "max_length", "attention", "precision" (each with its "..._reason"), "metrics_by",
+        "settings": [{"setting": {"mode", "learning_rate", "batch_size", "epochs", ...}, "seeds": [...],
+                      "scores": {SPLIT: {METRIC: {"values": [one a seed], "median", "min", "max", "std"}}}}],
+        "best": the first of settings, "test_unlabelled": true where the test split has no labels}},
      "evaluation": [{"task_type", "task_name", "dataset_type", "dataset_name", "dataset_config", "dataset_split",
-                     "metric_type", "value", "seeds", "std", "setting"}, one for each metric of the best setting of
-                     each task]}
+                     "metric_type", "value", "seeds", "std", "setting"}]}
 
+`evaluation` has one entry for each metric and split of the best setting of each task.
 Settings are ordered by the median of the deciding metric on validation; test plays no part in the choice. SQuAD's
 metrics are percent, all others fractions, as their benchmarks report them; `std` is the sample standard deviation,
 null for one seed.

@@ -1,6 +1,6 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""SQuAD's scores: exact match and F1 of answer texts (Rajpurkar and others 2016), and the null threshold of 2.0 (2018)."""
+"""SQuAD's scores: exact match and F1 of answers (Rajpurkar and others 2016), the null threshold of 2.0 (2018)."""
 
 from __future__ import annotations
 

@@ -107,6 +107,8 @@ def _columns(path: Path, rows: list[dict]) -> dict[str, list]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{path}, row {number}: expected an object with named fields, got {type(row).__name__}")
+    if not rows:
+        raise DataError(f"{path}: the file holds no rows")
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -245,8 +247,8 @@ def read_conll(
 ) -> tuple[list[list[str]], list[list[str]], list[int]]:
     """Sentences of words, of tags, and the row each begins at.
 
-    One token a line, columns divided by tabs or else spaces, a blank line after a sentence. `-DOCSTART-` lines and comments
-    (`# ...` on a line of its own before a sentence, as in CoNLL-U) are left out.
+    One token a line, columns divided by tabs or else spaces, a blank line after a sentence. `-DOCSTART-` lines and
+    comments (`# ...` on a line of its own before a sentence, as in CoNLL-U) are left out.
     """
     path = Path(path)
     if not path.is_file():

