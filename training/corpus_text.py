@@ -65,6 +65,7 @@ def rst_prose(text: str) -> str:
             if not stripped or indent > skip_deeper_than:
                 continue
             skip_deeper_than = None
+            kept.append("")
         if re.match(
             r"\.\. (code|code-block|literalinclude|highlight|math|table|csv-table|list-table|toctree|image|figure"
             r"|include|kernel-.*|index|raw|parsed-literal|productionlist|doctest|testcode|testsetup|only|SPDX.*)(::|$|\s)",

@@ -5,7 +5,7 @@
     python -m training.finetune MODEL --task sst2 --seeds 5 --out runs/finetune/mine
     python -m training.finetune MODEL --task cola,rte,mrpc --grid paper --seeds 5 --out runs/finetune/mine
     python -m training.finetune MODEL --task rotten_tomatoes --frozen --seeds 3 --out runs/finetune/mine
-    python -m training.finetune MODEL --task text --train a.csv --validation b.csv --label stars --out runs/finetune/mine
+    python -m training.finetune MODEL --task text --train a.csv --validation b.csv --label stars --out runs/mine
     python -m training.finetune compare runs/finetune/mine runs/finetune/other
 
 MODEL is a folder of `save_pretrained` or a Hub name: any transformers encoder. A finished cell (one setting, one
