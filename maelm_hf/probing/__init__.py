@@ -9,9 +9,11 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "RankProbeCallback": "callback",
     "RankReport": "rank_report",
     "Report": "report",
     "RepresentationMoments": "rank",
+    "TrainingProbe": "callback",
     "capture_hidden_states": "capture",
     "compare": "report",
     "effective_rank": "spectrum",

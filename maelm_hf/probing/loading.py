@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ class ProbedModel:
         name: what reports call it.
         revision: the Hub commit it was loaded from, where there is one.
         source: the name or folder it was loaded from; None for a ready object.
+        notes: what a reader of its numbers has to know, such as weights that the checkpoint lacks.
     """
 
     module: nn.Module
     name: str
     revision: str | None = None
     source: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def config(self) -> Any:
@@ -85,14 +89,14 @@ def load_model(
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model must be a torch.nn.Module, a name or a folder, got {type(model).__name__}")
     source = str(model)
-    module = (
-        _load_timm(source)
-        if source.startswith(TIMM_PREFIX)
-        else _load_transformers(source, revision, trust_remote_code, dtype)
-    )
+    notes: list[str] = []
+    if source.startswith(TIMM_PREFIX):
+        module = _load_timm(source)
+    else:
+        module, notes = _load_transformers(source, revision, trust_remote_code, dtype)
     module = module.to(device=device or default_device(), dtype=_as_dtype(dtype)).eval()
     name = Path(source).resolve().name if Path(source).is_dir() else source
-    return ProbedModel(module, name, getattr(getattr(module, "config", None), "_commit_hash", None), source)
+    return ProbedModel(module, name, getattr(getattr(module, "config", None), "_commit_hash", None), source, notes)
 
 
 def load_processor(model: ProbedModel, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -123,7 +127,10 @@ def default_device() -> torch.device:
 
 
 def _without_head(model: nn.Module) -> nn.Module:
-    """The encoder of a transformers model; its head would be computed for nothing."""
+    """The encoder of a transformers model (its head would be computed for nothing), out of any wrapper."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
         return model.get_encoder()
     base = getattr(model, "base_model", model)
@@ -132,19 +139,49 @@ def _without_head(model: nn.Module) -> nn.Module:
 
 def _load_transformers(
     source: str, revision: str | None, trust_remote_code: bool, dtype: torch.dtype | str | None
-) -> nn.Module:
+) -> tuple[nn.Module, list[str]]:
+    make_torchvision_importable()
     from transformers import AutoModel
 
-    if Path(source).exists() and not (Path(source) / "config.json").is_file():
+    path = Path(source).expanduser()
+    if path.is_absolute() or source.startswith((".", "~")):
+        if not path.is_dir():
+            raise FileNotFoundError(f"model folder {source} does not exist")
+        source = str(path)
+    if path.is_dir() and not (path / "config.json").is_file():
         raise FileNotFoundError(f"model folder {source} holds no config.json: pass one that save_pretrained wrote")
-    make_torchvision_importable()
     try:
-        loaded = AutoModel.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype or "auto"
-        )
+        with _quiet_transformers():  # its load report lists the head's weights, which are left out on purpose
+            loaded, report = AutoModel.from_pretrained(
+                source,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+            )
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
-    return _without_head(loaded)
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    notes = []
+    if missing:
+        shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        notes.append(f"The checkpoint lacks {len(missing)} weights of the model, which are random here: {shown}.")
+    return _without_head(loaded), notes
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def _load_timm(source: str) -> nn.Module:

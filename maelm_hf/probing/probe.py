@@ -87,8 +87,8 @@ def probe_rank(
         processor = load_processor(probed, revision=revision, trust_remote_code=trust_remote_code)
     if processor is None and opened.kind == "texts":
         raise ValueError("processor is missing: texts need the model's tokenizer")
-    notes: list[str] = []
-    masking = _masking(probed, processor, opened, mask_ratio, seed, notes)
+    notes = list(probed.notes)
+    masking = masking_for(probed, processor, opened.kind, mask_ratio, seed, notes)
     world = dist.get_world_size() if dist.is_initialized() else 1
     budget = Budget(max_tokens, dist.get_rank() if world > 1 else 0, world)
     cut = [0]
@@ -216,8 +216,8 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
                 child.training = training[name]
 
 
-def _masking(
-    model: ProbedModel, processor: Any, data: ProbeData, mask_ratio: float, seed: int, notes: list[str]
+def masking_for(
+    model: ProbedModel, processor: Any, kind: str, mask_ratio: float, seed: int, notes: list[str]
 ) -> Masking | None:
     """How the masked populations are made, or None and the reason in ``notes``."""
     tokenizer = processor if hasattr(processor, "all_special_ids") else None
@@ -234,7 +234,7 @@ def _masking(
     if tokenizer is None or mask_token_id is None:
         reason = (
             "images have no mask token"
-            if data.kind == "images"
+            if kind == "images"
             else "no tokenizer was given"
             if tokenizer is None
             else "the tokenizer has no mask token"

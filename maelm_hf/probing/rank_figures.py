@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from .rank_table import MASK, MASKED, POPULATIONS, REAL, UNMASKED
@@ -18,6 +19,7 @@ from .rank_table import MASK, MASKED, POPULATIONS, REAL, UNMASKED
 # Okabe and Ito's palette: told apart with any colour vision, and by their markers in print.
 COLOURS = {UNMASKED: "#0072B2", MASKED: "#D55E00", REAL: "#009E73", MASK: "#CC79A7"}
 MARKERS = {UNMASKED: "o", MASKED: "s", REAL: "^", MASK: "D"}
+STYLES = {UNMASKED: "-", MASKED: "--", REAL: ":", MASK: "-."}
 MODEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _MOST_SPECTRA = 4
 
@@ -29,12 +31,14 @@ def rank_by_layer(frame: pd.DataFrame, title: str, rank_label: str) -> Figure:
     for population in _present(frame):
         rows = frame[frame["population"] == population]
         colour, marker = COLOURS[population], MARKERS[population]
-        _line(axes, rows, rows["effective_rank"], colour, marker, population)
+        _line(axes, rows, rows["effective_rank"], colour, marker, population, STYLES[population])
         if rows["effective_rank_low"].notna().any():
             low, high = rows["effective_rank_low"].astype(float), rows["effective_rank_high"].astype(float)
             axes.fill_between(rows["layer_index"], low, high, color=colour, alpha=0.15, linewidth=0)
     _layer_axis(axes, frame)
     _tidy(axes)
+    _at_least(axes, 0.1 * frame["dim"].max())
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(ylabel=rank_label)
     handles, labels = axes.get_legend_handles_labels()
     if not frame["effective_rank_settled"].all():
@@ -59,10 +63,12 @@ def spectra_by_layer(frame: pd.DataFrame, spectra: Mapping[str, Tensor], title: 
             values = spectra.get(f"{kind}/{layer}/{population}")
             if values is not None and values[0] > 0:
                 share = (values / values[0]).numpy()
-                axes.plot(np.arange(1, len(share) + 1), share, color=COLOURS[population], label=population, lw=1.4)
+                axes.plot(
+                    np.arange(1, len(share) + 1), share, STYLES[population], color=COLOURS[population], label=population
+                )
         axes.set(yscale="log", xscale="log", xlabel="Index", title=layer)
         axes.set_title(layer, fontsize=9)
-        axes.set_ylim(bottom=max(axes.get_ylim()[0], 1e-6))
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], 1e-5))
         _tidy(axes)
     panels[0].set_ylabel(f"Singular value / largest ({kind})")
     panels[0].legend(frameon=False, fontsize=8, loc="lower left")
@@ -108,6 +114,7 @@ def compare_ranks(frames: Sequence[pd.DataFrame], labels: Sequence[str], rank_la
         else:
             _layer_axis(axes, frames[0])
         _tidy(axes)
+        _at_least(axes, 0.05 if len(widths) > 1 else 0.05 * max(widths))
     return figure
 
 
@@ -150,6 +157,13 @@ def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7eb", lw=0.8)
     axes.set_axisbelow(True)
+
+
+def _at_least(axes: Axes, span: float) -> None:
+    """Widen the y axis to this span, so that a step of one dimension does not fill the figure."""
+    low, high = axes.get_ylim()
+    missing = max(0.0, span - (high - low)) / 2
+    axes.set_ylim(low - missing, high + missing)
 
 
 def _present(frame: pd.DataFrame) -> list[str]:

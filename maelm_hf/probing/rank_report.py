@@ -114,19 +114,18 @@ class RankReport(Report):
     def summary(self) -> pd.DataFrame:
         """The effective rank, a row a layer and a column a population, and the deficiency with its interval."""
         frame = self.to_dataframe()
-        table = frame.drop_duplicates("layer_index")[["layer_index", "layer", "position", "dim"]].set_index(
-            "layer_index"
-        )
+        table = frame.drop_duplicates("layer_index").set_index("layer_index")[["layer"]]
         for population in POPULATIONS:
             rows = frame[frame["population"] == population].set_index("layer_index")
             if len(rows):
                 table[population] = rows["effective_rank"]
-            if population == MASKED and len(rows):
-                table["deficiency"] = rows["deficiency"]
-                for bound in ("deficiency_low", "deficiency_high"):
-                    table[bound] = rows[bound].astype(float)
-        settled = frame.groupby("layer_index")["effective_rank_settled"].all()
-        return table.assign(settled=settled).reset_index(names="index")
+        rows = frame[frame["population"] == MASKED].set_index("layer_index")
+        if len(rows):
+            table["deficiency"] = rows["deficiency"].astype(int)
+            bounds = zip(rows["deficiency_low"], rows["deficiency_high"], strict=True)
+            table["95 % interval"] = ["" if pd.isna(low) else f"{low:.1f} to {high:.1f}" for low, high in bounds]
+        table["settled"] = frame.groupby("layer_index")["effective_rank_settled"].all()
+        return table.reset_index(drop=True)
 
     def figures(self) -> dict[str, Figure]:
         frame, first = self.to_dataframe(), self.rows[0]
@@ -134,6 +133,18 @@ class RankReport(Report):
         figures = {"rank_by_layer": rank_by_layer(frame, title, self.rank_label)}
         spectra = spectra_by_layer(frame, self.tensors, f"{self.model}: spectra", self.settings["centred"])
         return figures | ({"spectra": spectra} if spectra is not None else {})
+
+    @classmethod
+    def comparison_summary(cls, reports: Sequence[Self], labels: Sequence[str]) -> pd.DataFrame:
+        """Models side by side, a row a layer."""
+        columns = {}
+        for report, label in zip(reports, labels, strict=True):
+            frame = report.to_dataframe()
+            for population in (UNMASKED, MASKED):
+                rows = frame[frame["population"] == population].set_index("layer_index")
+                if len(rows):
+                    columns[f"{label}: {population}"] = rows["effective_rank"].astype("Int64")
+        return pd.DataFrame(columns).reset_index(names="layer")
 
     @classmethod
     def comparison_figures(cls, reports: Sequence[Self], labels: Sequence[str]) -> dict[str, Figure]:

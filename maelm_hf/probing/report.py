@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from .html import render_page
 
+_KIND_MODULES = {"rank": ".rank_report", "attention": ".attention_report"}
 REPORT_FILE, TABLE_FILE, PAGE_FILE = "report.json", "table.csv", "report.html"
 FORMAT_VERSION = 1
 
@@ -28,6 +30,8 @@ class _Document:
     """A table and figures that can be saved, and looked at in a browser or a notebook."""
 
     title: str = ""
+    settings: dict[str, Any]
+    notes: list[str]
 
     def to_dataframe(self) -> pd.DataFrame:
         raise NotImplementedError
@@ -44,20 +48,14 @@ class _Document:
         """The few columns one reads first."""
         return self.to_dataframe()
 
-    def _settings(self) -> dict[str, Any]:
-        return {}
-
-    def _notes(self) -> Sequence[str]:
-        return ()
-
     def to_html(self) -> str:
         """One page with everything in it: no network, no other file is needed to open it."""
         tables = {"Summary": self.summary(), "All numbers": self.to_dataframe()}
-        return render_page(self.title, tables, self.figures(), self._settings(), self._notes())
+        return render_page(self.title, tables, self.figures(), self.settings, self.notes)
 
     def _repr_html_(self) -> str:
         return render_page(
-            self.title, {"": self.summary()}, {"": self.plot()}, self._settings(), self._notes(), fragment=True
+            self.title, {"": self.summary()}, {"": self.plot()}, self.settings, self.notes, fragment=True
         )
 
     def _save_page(self, directory: Path) -> None:
@@ -119,12 +117,6 @@ class Report(_Document):
             ignore_index=True,
         )
 
-    def _settings(self) -> dict[str, Any]:
-        return self.settings
-
-    def _notes(self) -> Sequence[str]:
-        return self.notes
-
     def save(self, directory: str | Path) -> Path:
         """Write ``report.json``, ``table.csv``, PNG figures, the tensors and ``report.html``; returns the folder."""
         directory = Path(directory)
@@ -157,10 +149,12 @@ class Report(_Document):
         if not path.is_file():
             raise FileNotFoundError(f"{directory} holds no {REPORT_FILE}: pass a folder that a report's save() wrote")
         document = json.loads(path.read_text(encoding="utf-8"))
+        if document.get("kind") in _KIND_MODULES:  # importing it registers the class
+            importlib.import_module(_KIND_MODULES[document["kind"]], __package__)
         if document.get("format_version") != FORMAT_VERSION or document.get("kind") not in Report._kinds:
             raise ValueError(
                 f"{path} has kind {document.get('kind')!r}, format {document.get('format_version')!r}: "
-                f"this version reads format {FORMAT_VERSION} of {sorted(Report._kinds)}"
+                f"this version reads format {FORMAT_VERSION} of {sorted(_KIND_MODULES)}"
             )
         kind = Report._kinds[document["kind"]]
         if not issubclass(kind, cls):
@@ -178,6 +172,9 @@ class Comparison(_Document):
         self.reports = list(reports)
         self.labels = _distinct([report.model for report in self.reports])
         self.title = f"{type(self.reports[0]).title}: {' / '.join(self.labels)}"
+        labelled = list(zip(self.labels, self.reports, strict=True))
+        self.settings = {label: report.settings for label, report in labelled}
+        self.notes = [f"{label}: {note}" for label, report in labelled for note in report.notes]
 
     def to_dataframe(self) -> pd.DataFrame:
         frames = [
@@ -191,19 +188,11 @@ class Comparison(_Document):
     def figures(self) -> dict[str, Figure]:
         return type(self.reports[0]).comparison_figures(self.reports, self.labels)
 
-    def _settings(self) -> dict[str, Any]:
-        return {label: report.settings for label, report in zip(self.labels, self.reports, strict=True)}
-
-    def _notes(self) -> Sequence[str]:
-        return [
-            f"{label}: {note}" for label, report in zip(self.labels, self.reports, strict=True) for note in report.notes
-        ]
-
     def save(self, directory: str | Path) -> Path:
         """Write ``table.csv``, the figures as PNG, the settings as JSON and ``report.html``; returns the folder."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        document = {"settings": self._settings(), "notes": self._notes()}
+        document = {"settings": self.settings, "notes": self.notes}
         text = json.dumps(_map_floats(document, _to_json), indent=1, allow_nan=False)
         (directory / "comparison.json").write_text(text + "\n", encoding="utf-8")
         self._save_page(directory)
