@@ -4,5 +4,7 @@
 
 from .native import export_native
 from .official import convert_official_state_dict
+from .publish import publish, publish_steps
+from .push import PublishError
 
-__all__ = ["convert_official_state_dict", "export_native"]
+__all__ = ["PublishError", "convert_official_state_dict", "export_native", "publish", "publish_steps"]
