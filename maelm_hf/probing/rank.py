@@ -236,6 +236,7 @@ class RepresentationMoments(Metric):
                     )
             for name in self._defaults:
                 getattr(self, name).add_(state[name].to(getattr(self, name)))
+            self._update_count += 1
         return self
 
     def joined(self, blocks: int) -> RepresentationMoments:
