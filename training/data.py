@@ -1,145 +1,33 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens to blocks to batches.
+"""Blocks to batches.
 
-Documents are tokenized once into memory-mapped Arrow and cut into blocks that never cross documents. Which blocks make
-which batch is a pure function of (seed, epoch), computed a window at a time, so that memory does not grow with the
-corpus, a run resumes exactly at any step from three integers, and neither workers nor processes change the batches.
+Which blocks make which batch is a pure function of (seed, epoch), computed a window at a time, so that memory does not
+grow with the corpus, a run resumes exactly at any step from three integers, and neither workers nor processes change
+the batches.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
+import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
 
 from maelm_hf import DataCollatorForMaeLm
 from maelm_hf.masking import uniform_numbers
 
-from .corpus import Corpus, is_held_out
+from .blocks import Blocks
+from .packing import best_fit
 from .recipe import Recipe, RecipeError
-from .tokenizer import special_tokens_around, tokenizer_digest
 
 EVALUATION_EPOCH = 2**62  # the masks of held-out text: fixed, and not those of any training epoch
 _FEISTEL_ROUNDS = 6
-
-
-# Tokens and blocks
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tokenized blocks on disk: ``input_ids`` with special tokens, and their lengths, both memory-mapped."""
-
-    rows: datasets.Dataset
-    lengths: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def input_ids(self, indices: np.ndarray) -> list[np.ndarray]:
-        return self.rows[indices.tolist()]["input_ids"]
-
-
-def load_blocks(
-    recipe: Recipe, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, *, held_out: bool
-) -> Blocks:
-    """The blocks of the training or of the held-out documents, through the cache.
-
-    Every document is cut into pieces of at most ``max_length`` tokens, special tokens included; nothing is dropped.
-    Text that spells a special token (``<mask>`` in a docstring) is tokenized as text. `datasets.map` keeps the finished
-    shards of an interrupted preparation.
-
-    Raises:
-        RecipeError: there are no such documents.
-    """
-    facts = {
-        "corpus": corpus.digest,
-        "tokenizer": tokenizer_digest(tokenizer),
-        "max_length": recipe.data.max_length,
-        "held_out_share": recipe.corpus.held_out_share,
-        "held_out": held_out,
-    }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_dir / f"blocks-{key}"
-    note = folder / "files.json"
-    if not note.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        workers = recipe.data.preprocessing_workers
-        rows = corpus.documents.map(
-            BlockCutter(tokenizer, recipe.data.max_length, recipe.corpus.held_out_share, held_out),
-            batched=True,
-            remove_columns=["text"],
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-            num_proc=workers if workers > 1 else None,
-            new_fingerprint=key,
-            cache_file_name=str(folder / "blocks.arrow"),
-            desc=f"tokenizing {'held-out' if held_out else 'training'} documents",
-        )
-        if len(rows) == 0:
-            shutil.rmtree(folder)
-            kind = "held-out" if held_out else "training"
-            raise RecipeError(f"there are no {kind} documents: change corpus.held_out_share or give more text.")
-        _write_lengths(rows, folder / "lengths.npy")
-        files = [Path(file["filename"]).name for file in rows.cache_files]
-        unfinished = folder / f"files.json.{os.getpid()}.unfinished"
-        unfinished.write_text(json.dumps(files))
-        os.replace(unfinished, note)
-    parts = [datasets.Dataset.from_file(str(folder / name)) for name in json.loads(note.read_text())]
-    rows = datasets.concatenate_datasets(parts).with_format("numpy")
-    return Blocks(rows, np.load(folder / "lengths.npy", mmap_mode="r"))
-
-
-class BlockCutter:
-    """Maps a batch of documents to their blocks; picklable, for the processes of `datasets.map`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, held_out_share: float, held_out: bool):
-        self.tokenizer = tokenizer
-        self.held_out_share, self.held_out = held_out_share, held_out
-        self.prefix, self.suffix = special_tokens_around(tokenizer)
-        self.size = max_length - len(self.prefix) - len(self.suffix)
-
-    def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [text for text in batch["text"] if is_held_out(text, self.held_out_share) == self.held_out]
-        return {"input_ids": [block for text_blocks in self.cut(texts) for block in text_blocks]}
-
-    def cut(self, texts: list[str]) -> list[list[list[int]]]:
-        """The blocks of every text."""
-        if not texts:
-            return []
-        encoding = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # about texts longer than the model takes: they are cut here
-        )
-        return [
-            [self.prefix + ids[at : at + self.size] + self.suffix for at in range(0, len(ids), self.size)]
-            for ids in encoding["input_ids"]
-        ]
-
-
-def _write_lengths(rows: datasets.Dataset, path: Path) -> None:
-    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(len(rows),))
-    at = 0
-    for table in rows.with_format("arrow").iter(batch_size=10_000):
-        measured = table["input_ids"].combine_chunks().value_lengths().to_numpy()
-        lengths[at : at + len(measured)] = measured
-        at += len(measured)
-    lengths.flush()
 
 
 # The order of batches
@@ -176,6 +64,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+Row = np.ndarray  # the indices of the blocks in a row of a batch: one, or several where they are packed
+
+
 @dataclass(frozen=True)
 class Cursor:
     """Where a run is in its data: the batch that comes next."""
@@ -186,23 +77,27 @@ class Cursor:
 
 
 class BatchOrder:
-    """Global batches of blocks of like lengths, in an order fixed by (seed, epoch).
+    """Global batches, in an order fixed by (seed, epoch); every block comes once an epoch.
 
     The blocks, permuted, are cut into windows of ``length_window`` batches. Within one they are sorted by length and
-    cut into batches of ``batch_size`` blocks or ``batch_tokens`` tokens, which are then shuffled. Every block comes
-    once an epoch; the last window takes the remainder, spread over its batches, so that no batch is a tiny one.
+    cut into batches of ``batch_size`` rows or ``batch_tokens`` tokens, which are then shuffled; or, with packing, they
+    are packed into rows, and the shuffled rows cut into batches. The last window takes the remainder of the epoch,
+    spread over its batches, so that no batch is a tiny one.
     """
 
     def __init__(self, recipe: Recipe, lengths: np.ndarray):
         data = recipe.data
-        self.lengths, self.seed = lengths, recipe.seed
+        self.lengths, self.seed, self.max_length, self.packing = lengths, recipe.seed, data.max_length, data.packing
         self.batch_size, self.batch_tokens = data.batch_size, data.batch_tokens
-        blocks_a_batch = data.batch_size or max(1, int(data.batch_tokens / lengths.mean()))
+        blocks_a_batch = data.batch_size
+        if data.batch_tokens is not None or data.packing:
+            tokens = data.batch_tokens or data.batch_size * data.max_length
+            blocks_a_batch = max(1, int(tokens / lengths.mean()))
         self.window_size = blocks_a_batch * data.length_window
         self.windows = max(1, len(lengths) // self.window_size)
 
-    def batches(self, start: Cursor) -> Iterator[tuple[Cursor, Cursor, np.ndarray]]:
-        """From ``start`` on, without end: a batch's own cursor, the next one's, and the batch's block indices."""
+    def batches(self, start: Cursor) -> Iterator[tuple[Cursor, Cursor, list[Row]]]:
+        """From ``start`` on, without end: a batch's own cursor, the next one's, and its rows."""
         epoch, window, first = start.epoch, start.window, start.batch
         while True:
             batches = self.window(epoch, window)
@@ -213,24 +108,37 @@ class BatchOrder:
                 yield here, following if is_last else Cursor(epoch, window, number + 1), batches[number]
             epoch, window, first = following.epoch, following.window, 0
 
-    def window(self, epoch: int, window: int) -> list[np.ndarray]:
+    def window(self, epoch: int, window: int) -> list[list[Row]]:
         """The batches of a window."""
         stop = len(self.lengths) if window + 1 == self.windows else (window + 1) * self.window_size
         places = np.arange(window * self.window_size, stop)
         blocks = permuted(places, len(self.lengths), seed=self.seed, epoch=epoch)
-        lengths = self.lengths[blocks]
-        order = np.argsort(-lengths, kind="stable")  # longest first: what does not fit into memory fails early
-        blocks, lengths = blocks[order], lengths[order]
-        if self.batch_tokens is None:
-            count = max(1, round(len(blocks) / self.batch_size))
-            batches = np.array_split(blocks, count)
+
+        def shuffled(items: list, document: int) -> list:
+            noise = uniform_numbers(len(items), seed=self.seed, epoch=epoch, sample_index=window, document=document)
+            return [items[number] for number in np.argsort(noise, kind="stable")]
+
+        if self.packing:
+            rows = [blocks[row] for row in best_fit(self.lengths[blocks], self.max_length)]
+            rows = shuffled(rows, document=3)
         else:
-            ends = np.cumsum(lengths)
+            blocks = blocks[np.argsort(-self.lengths[blocks], kind="stable")]
+            rows = list(blocks[:, None])
+        tokens = np.array([self.lengths[row].sum() for row in rows])
+        return shuffled(self._cut(rows, tokens), document=2)
+
+    def _cut(self, rows: list[Row], tokens: np.ndarray) -> list[list[Row]]:
+        """Batches of as many rows, or of as many tokens, each as near to what is asked as the window allows."""
+        if self.batch_tokens is None:
+            count = max(1, round(len(rows) / self.batch_size))
+            cuts = [len(part) for part in np.array_split(np.arange(len(rows)), count)]
+            cuts = np.cumsum(cuts)[:-1].tolist()
+        else:
+            ends = np.cumsum(tokens)
             count = max(1, round(ends[-1] / self.batch_tokens))
-            cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count)
-            batches = [batch for batch in np.split(blocks, cuts) if len(batch)]
-        noise = uniform_numbers(len(batches), seed=self.seed, epoch=epoch, sample_index=window, document=2)
-        return [batches[number] for number in np.argsort(noise, kind="stable")]
+            cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count).tolist()
+        edges = [0, *cuts, len(rows)]
+        return [rows[start:stop] for start, stop in pairwise(edges) if stop > start]
 
 
 # Batches for the model
@@ -242,82 +150,90 @@ class Step:
 
     Attributes:
         cursor, following: the places of this batch and of the next one in the data.
-        sample_index: the block indices of the global batch.
+        sample_index: the block indices of the global batch (of a stream: of this process's part).
         micro_batches: the collator's output for this process, one forward pass each.
-        hidden_tokens, tokens: tokens to predict, and real tokens, of this process.
+        hidden_tokens, tokens, positions: tokens to predict, real tokens, and these with padding, of this process.
     """
 
-    cursor: Cursor
-    following: Cursor
+    cursor: Any
+    following: Any
     sample_index: list[int]
     micro_batches: list[dict[str, torch.Tensor]]
     hidden_tokens: int
     tokens: int
+    positions: int
 
     def pin_memory(self) -> Step:
         pinned = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.micro_batches]
-        return Step(self.cursor, self.following, self.sample_index, pinned, self.hidden_tokens, self.tokens)
+        return replace(self, micro_batches=pinned)
+
+
+def collate_step(
+    cursor: Any, following: Any, sample_index: list[int], features: list[list[dict]], collator: DataCollatorForMaeLm
+) -> Step:
+    """A :class:`Step` of the features of its micro-batches."""
+    micro_batches = [collator(micro_batch) for micro_batch in features]
+    return Step(
+        cursor,
+        following,
+        sample_index,
+        micro_batches,
+        hidden_tokens=sum(int((batch["labels"] != -100).sum()) for batch in micro_batches),
+        tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+        positions=sum(batch["input_ids"].numel() for batch in micro_batches),
+    )
 
 
 class StepDataset(torch.utils.data.Dataset):
     """Makes a :class:`Step` of a planned batch, in the main process or in a worker."""
 
     def __init__(
-        self, blocks: Blocks, collator: DataCollatorForMaeLm, *, rank: int, world_size: int, micro_batch_tokens: int
+        self,
+        blocks: Blocks,
+        collator: DataCollatorForMaeLm,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch_tokens: int,
+        packed: bool = False,
     ):
-        self.blocks, self.collator = blocks, collator
+        self.blocks, self.collator, self.packed = blocks, collator, packed
         self.rank, self.world_size, self.micro_batch_tokens = rank, world_size, micro_batch_tokens
 
-    def __getitem__(self, plan: tuple[Cursor, Cursor, np.ndarray]) -> Step:
-        cursor, following, indices = plan
-        return self.step(cursor, following, indices, epoch=cursor.epoch)
+    def __getitem__(self, plan: tuple[Cursor, Cursor, list[Row]]) -> Step:
+        cursor, following, rows = plan
+        return self.step(cursor, following, rows, epoch=cursor.epoch)
 
-    def step(self, cursor: Cursor, following: Cursor, indices: np.ndarray, epoch: int) -> Step:
-        # Rows go round the processes: the batch is sorted by length, so all get as much.
-        mine = indices[self.rank :: self.world_size]
-        micro_batches = [
-            self.collator(
-                [
-                    {"input_ids": ids, "sample_index": index, "epoch": epoch}
-                    for ids, index in zip(self.blocks.input_ids(part), part.tolist(), strict=True)
-                ]
-            )
-            for part in np.array_split(mine, self._micro_batches(indices))
-        ]
-        return Step(
-            cursor,
-            following,
-            indices.tolist(),
-            micro_batches,
-            hidden_tokens=sum(int((batch["labels"] != -100).sum()) for batch in micro_batches),
-            tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
-        )
+    def step(self, cursor: Cursor, following: Cursor, rows: list[Row], epoch: int) -> Step:
+        # Rows go round the processes: where they are sorted by length, all get as much.
+        mine = rows[self.rank :: self.world_size]
+        parts = np.array_split(np.arange(len(mine)), self._micro_batches(rows))
+        features = [self._features([mine[number] for number in part], epoch) for part in parts]
+        return collate_step(cursor, following, np.concatenate(rows).tolist(), features, self.collator)
 
-    def _micro_batches(self, indices: np.ndarray) -> int:
+    def _features(self, rows: list[Row], epoch: int) -> list[dict[str, Any]]:
+        blocks = iter(self.blocks.input_ids(np.concatenate(rows)))
+        features = []
+        for row in rows:
+            pieces = [next(blocks) for _ in row]
+            feature = {"input_ids": np.concatenate(pieces), "sample_index": row, "epoch": epoch}
+            if self.packed:
+                lengths = [len(piece) for piece in pieces]
+                feature["document_ids"] = np.repeat(np.arange(len(pieces)), lengths)
+            features.append(feature)
+        return features
+
+    def _micro_batches(self, rows: list[Row]) -> int:
         """How many forward passes; the same on every process, none of them empty."""
-        rows = -(-len(indices) // self.world_size)
-        padded_tokens = rows * int(self.blocks.lengths[indices[0]])  # the first is the longest
-        fewest_rows = len(indices) // self.world_size
+        fewest_rows = len(rows) // self.world_size
         if fewest_rows == 0:
             raise RecipeError(
-                f"a batch has {len(indices)} blocks for {self.world_size} processes: "
+                f"a batch has {len(rows)} rows for {self.world_size} processes: "
                 "give more text, raise data.batch_size or start fewer processes."
             )
+        most_rows = -(-len(rows) // self.world_size)
+        padded_tokens = most_rows * max(int(self.blocks.lengths[row].sum()) for row in rows)
         return min(fewest_rows, -(-padded_tokens // self.micro_batch_tokens))
-
-
-def training_steps(
-    dataset: StepDataset, order: BatchOrder, start: Cursor, num_workers: int, pin: bool
-) -> Iterator[Step]:
-    """Steps without end, from ``start`` on."""
-    loader = DataLoader(
-        dataset,
-        batch_size=None,  # a plan is a batch already
-        sampler=_Plans(order, start),
-        num_workers=num_workers,
-        pin_memory=pin,
-    )
-    return iter(loader)
 
 
 class _Plans:
@@ -330,10 +246,37 @@ class _Plans:
         return self.order.batches(self.start)
 
 
+class IndexedSteps:
+    """The training steps of blocks on disk."""
+
+    start = Cursor()
+
+    def __init__(self, recipe: Recipe, blocks: Blocks, collator: DataCollatorForMaeLm, **process: int):
+        self.dataset = StepDataset(blocks, collator, packed=recipe.data.packing, **process)
+        self.order = BatchOrder(recipe, blocks.lengths)
+
+    def steps(self, start: Cursor, num_workers: int, pin: bool) -> Iterator[Step]:
+        """Steps without end, from ``start`` on."""
+        loader = DataLoader(
+            self.dataset,
+            batch_size=None,  # a plan is a batch already
+            sampler=_Plans(self.order, start),
+            num_workers=num_workers,
+            pin_memory=pin,
+            worker_init_fn=ignore_sigterm,
+        )
+        return iter(loader)
+
+
+def ignore_sigterm(_: int) -> None:
+    """In a worker: schedulers signal the whole process group, and the step under way still needs its batches."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def evaluation_step(dataset: StepDataset, count: int) -> Step:
     """``count`` blocks of held-out text: the same ones with the same masks each time, longest first."""
     size = len(dataset.blocks)
     indices = permuted(np.arange(min(count, size)), size, seed=0, epoch=EVALUATION_EPOCH)
     indices = indices[np.argsort(-dataset.blocks.lengths[indices], kind="stable")]
     at = Cursor()
-    return dataset.step(at, at, indices, epoch=EVALUATION_EPOCH)
+    return dataset.step(at, at, list(indices[:, None]), epoch=EVALUATION_EPOCH)

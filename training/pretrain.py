@@ -13,6 +13,7 @@ dropout noise of (seed, step, process).
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import signal
@@ -20,24 +21,26 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
+from maelm_hf.probing import probe_rank
 
 from .checkpoint import CheckpointError, find_checkpoint, newest_name, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
-from .corpus import Corpus, CorpusError, load_corpus
-from .data import BatchOrder, Blocks, Cursor, Step, StepDataset, evaluation_step, load_blocks, training_steps
+from .corpus import CorpusError
+from .data import IndexedSteps, Step, StepDataset, evaluation_step
 from .monitoring import Progress, RunLog, Summary, plot_loss, read_log
 from .optimizers import (
     build_optimizers,
@@ -47,7 +50,10 @@ from .optimizers import (
     set_learning_rate,
 )
 from .recipe import Recipe, RecipeError, load_recipe
-from .tokenizer import load_tokenizer, tokenizer_digest
+from .streaming import StreamedSteps
+from .text import Text, prepare_text
+
+_TRACKED = ("loss", "learning_rate", "grad_norm", "hidden_tokens", "tokens", "padding", "epoch", "tokens_per_second")
 
 
 class TrainingDivergedError(RuntimeError):
@@ -67,7 +73,11 @@ def run(recipe: Recipe) -> Summary:
         CheckpointError: the final model cannot be written.
     """
     # bf16 autocast is entered around forward alone: Accelerate's own would also copy all logits to fp32.
-    accelerator = Accelerator(mixed_precision="fp16" if recipe.precision == "fp16" else "no")
+    accelerator = Accelerator(
+        mixed_precision="fp16" if recipe.precision == "fp16" else "no",
+        log_with=tracker_of(recipe),
+        project_dir=recipe.output_dir,
+    )
     with accelerator.main_process_first():
         text = prepare_text(recipe, accelerator.print)
     checkpoint, state = find_resumable(recipe, text, accelerator)
@@ -75,30 +85,6 @@ def run(recipe: Recipe) -> Summary:
     model = build_model(recipe, text.tokenizer, checkpoint).to(accelerator.device)
     pretraining = Pretraining(recipe, accelerator, text, model, checkpoint, state)
     return pretraining.train()
-
-
-@dataclass(frozen=True)
-class Text:
-    """The text of a run, ready for batches."""
-
-    corpus: Corpus
-    tokenizer: PreTrainedTokenizerBase
-    training: Blocks
-    held_out: Blocks
-    digests: dict[str, str | None]
-
-
-def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
-    """Corpus, tokenizer and blocks, each from the cache where it has been made before."""
-    cache = Path(recipe.cache_dir).expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(recipe.corpus, cache)
-    say(f"corpus: {corpus.description}")
-    tokenizer = load_tokenizer(recipe, corpus, cache)
-    training, held_out = (load_blocks(recipe, corpus, tokenizer, cache, held_out=flag) for flag in (False, True))
-    say(f"text: {len(training):,} training blocks, {len(held_out):,} held out, vocabulary of {len(tokenizer):,}")
-    digests = {"corpus": corpus.digest, "tokenizer": tokenizer_digest(tokenizer)}
-    return Text(corpus, tokenizer, training, held_out, digests)
 
 
 def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tuple[Path | None, dict[str, Any]]:
@@ -122,6 +108,11 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
                 f"the {name} is not the one that {recipe.output_dir} was begun with (digest {digest}, checkpoint "
                 f"{state['digests'][name]}): restore it, or use another output_dir."
             )
+    if recipe.corpus.streaming and state["num_processes"] != accelerator.num_processes:
+        raise RecipeError(
+            f"a streamed corpus is shared out among processes: continue with {state['num_processes']}, not "
+            f"{accelerator.num_processes}."
+        )
     accelerator.print(f"continuing from {checkpoint}")
     return checkpoint, state
 
@@ -155,7 +146,6 @@ class Pretraining:
         self.recipe, self.accelerator, self.text = recipe, accelerator, text
         self.folder = Path(recipe.output_dir)
         self.progress = Progress(**state.get("progress", {}))
-        self.cursor = Cursor(**state.get("cursor", {}))
         self.parameters = model.num_parameters()
         self.stop_requested = False
         self.collator = DataCollatorForMaeLm(
@@ -167,6 +157,10 @@ class Pretraining:
         )
         self.choices = Choices(accelerator.print, state.get("choices"))
         self.autocast = self._choose(model)
+        self.cursor = self.data.start
+        if state:
+            cursors = state["cursors"]  # of every process; alike, but for a stream
+            self.cursor = type(self.cursor)(**cursors[accelerator.process_index % len(cursors)])
         if recipe.activation_checkpointing:
             model.activation_checkpointing_enable()
         optimizers = build_optimizers(model, recipe.optimizer)
@@ -189,18 +183,18 @@ class Pretraining:
         micro_batch = self.choices.make(
             "micro_batch_size", data.micro_batch_size, agreed(lambda: choose_micro_batch(recipe, model, device))
         )
-        self.training, self.held_out = (
-            StepDataset(
-                blocks,
-                self.collator,
-                rank=self.accelerator.process_index,
-                world_size=self.accelerator.num_processes,
-                micro_batch_tokens=micro_batch * data.max_length,
-            )
-            for blocks in (self.text.training, self.text.held_out)
-        )
-        self.order = BatchOrder(recipe, self.text.training.lengths)
-        first = self._on_device(self.training[next(self.order.batches(Cursor()))].micro_batches[0])
+        process = {
+            "rank": self.accelerator.process_index,
+            "world_size": self.accelerator.num_processes,
+            "micro_batch_tokens": micro_batch * data.max_length,
+        }
+        text = self.text
+        self.held_out = StepDataset(text.held_out, self.collator, **process)
+        if text.training is None:
+            self.data = StreamedSteps(recipe, text.corpus.documents, text.tokenizer, self.collator, **process)
+        else:
+            self.data = IndexedSteps(recipe, text.training, self.collator, **process)
+        first = self._on_device(next(self.data.steps(self.data.start, num_workers=0, pin=False)).micro_batches[0])
         attention = self.choices.make(
             "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, autocast))
         )
@@ -213,13 +207,15 @@ class Pretraining:
         if main:
             self.folder.mkdir(parents=True, exist_ok=True)
             recipe.save(self.folder / "recipe.yaml")
+            self.accelerator.init_trackers("maelm", config={key: str(value) for key, value in recipe.course().items()})
             self.log = RunLog(self.folder / "log.jsonl", after=progress.step)
             self.evaluations = RunLog(self.folder / "evaluations.jsonl", after=progress.step)
+            self.ranks = RunLog(self.folder / "ranks.jsonl", after=progress.step)
         if progress.step == 0:
             self.save()
         previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
         pin = self.accelerator.device.type == "cuda"
-        steps = training_steps(self.training, self.order, self.cursor, recipe.data.num_workers, pin)
+        steps = self.data.steps(self.cursor, recipe.data.num_workers, pin)
         bar = tqdm(total=recipe.max_steps, initial=progress.step, unit="step", disable=not main, dynamic_ncols=True)
         try:
             while progress.step < recipe.max_steps and not self.stop_requested:
@@ -228,9 +224,12 @@ class Pretraining:
                     self.log.write(row)
                     bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
                     bar.update()
+                    self.accelerator.log({f"train/{name}": row[name] for name in _TRACKED}, step=progress.step)
                 last = progress.step == recipe.max_steps
                 if last or progress.step % recipe.evaluate_every == 0:
                     self.evaluate(bar)
+                if recipe.probe_every and (last or progress.step % recipe.probe_every == 0):
+                    self.probe()
                 if last or self.stop_requested or progress.step % recipe.checkpoint_every == 0:
                     self.save()
         finally:
@@ -239,6 +238,7 @@ class Pretraining:
             if main:
                 self.log.close()
                 self.evaluations.close()
+                self.ranks.close()
         return self.finish()
 
     def step(self, step: Step) -> dict[str, Any]:
@@ -250,10 +250,8 @@ class Pretraining:
         torch.manual_seed(_seed(recipe.seed, number, accelerator.process_index))
 
         # Counted over all processes before backward, so that every hidden token of the step weighs the same.
-        counts = torch.tensor(
-            [step.hidden_tokens, step.tokens, self.stop_requested], dtype=torch.float64, device=accelerator.device
-        )
-        counts = accelerator.reduce(counts, "sum")
+        counts = [step.hidden_tokens, step.tokens, step.positions, self.stop_requested]
+        counts = accelerator.reduce(torch.tensor(counts, dtype=torch.float64, device=accelerator.device), "sum")
         share = counts[0] / accelerator.num_processes  # DDP averages the gradients of the processes
 
         self.model.train()
@@ -268,7 +266,9 @@ class Pretraining:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm)
         mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
         # The step's one transfer from the device.
-        loss, norm, hidden_tokens, tokens, stop = torch.stack([mean_loss.double(), norm.double(), *counts]).tolist()
+        loss, norm, hidden_tokens, tokens, positions, stop = torch.stack(
+            [mean_loss.double(), norm.double(), *counts]
+        ).tolist()
 
         if not math.isfinite(loss):
             raise TrainingDivergedError(
@@ -299,6 +299,7 @@ class Pretraining:
             "grad_norm": norm if math.isfinite(norm) else None,
             "hidden_tokens": int(hidden_tokens),
             "tokens": int(tokens),
+            "padding": 1 - tokens / positions,
             "batch": _digest(step),
             "tokens_per_second": tokens / seconds,
         }
@@ -329,16 +330,37 @@ class Pretraining:
                 "hidden_tokens": int(tokens),
             }
             self.evaluations.write(row)
+            self.accelerator.log({f"held_out/{name}": row[name] for name in ("loss", "accuracy")}, step=row["step"])
             bar.write(f"step {row['step']}: held-out loss {row['loss']:.4f}, accuracy {row['accuracy']:.4f}")
+
+    def probe(self) -> None:
+        """The rank probe on held-out text: ``probes/STEP`` holds its report, ``ranks.jsonl`` a line."""
+        step = evaluation_step(self.held_out, self.recipe.evaluation_blocks)
+        blocks = self.text.held_out.input_ids(np.array(step.sample_index))
+        report = probe_rank(
+            self._unwrapped(),
+            self.text.tokenizer,
+            self.text.tokenizer.batch_decode(blocks, skip_special_tokens=True),
+            self.recipe.data.mask_ratio,
+            max_length=self.recipe.data.max_length,
+            seed=self.recipe.seed,
+            progress=False,
+        )
+        if self.accelerator.is_main_process:
+            ranks = {f"{row['layer']}/{row['population']}": row["effective_rank"] for row in report.rows}
+            report.save(self.folder / "probes" / f"step-{self.progress.step:09d}")
+            self.ranks.write({"step": self.progress.step} | ranks)
+            self.accelerator.log({f"rank/{name}": rank for name, rank in ranks.items()}, step=self.progress.step)
 
     def save(self) -> None:
         """Writes a checkpoint; where that fails, says so, and training goes on with the previous one."""
         weights = self.accelerator.get_state_dict(self.model)
         tensors = optimizer_tensors(self._unwrapped(), self.optimizers)
+        cursors = gather_object([asdict(self.cursor)])
         if self.accelerator.is_main_process:
             state = {
                 "progress": asdict(self.progress),
-                "cursor": asdict(self.cursor),
+                "cursors": cursors,
                 "course": self.recipe.course(),
                 "choices": self.choices.as_dict(),
                 "digests": self.text.digests,
@@ -391,6 +413,7 @@ class Pretraining:
                 self._write_model(self.folder / "final", weights)
             plot_loss(self.folder, self.folder / "loss.png")
             (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
+        self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
         return summary
 
@@ -407,6 +430,16 @@ class Pretraining:
 
     def _request_stop(self, *_: object) -> None:
         self.stop_requested = True
+
+
+def tracker_of(recipe: Recipe) -> str | None:
+    """The tracker's name, if its package is there."""
+    if recipe.tracker == "none":
+        return None
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(recipe.tracker, (recipe.tracker,))
+    if not any(importlib.util.find_spec(package) for package in packages):
+        raise RecipeError(f"tracker {recipe.tracker} needs its package: pip install {packages[0]}, or --tracker none.")
+    return recipe.tracker
 
 
 def _seed(*parts: int) -> int:

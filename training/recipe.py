@@ -54,6 +54,7 @@ class DataSection:
     batch_size: int | None = None  # sequences a step, over all processes
     batch_tokens: int | None = None  # or: real tokens a step
     micro_batch_size: int | Literal["auto"] = "auto"  # sequences a forward pass, on one process
+    packing: bool = False  # several blocks in a row, attention kept within each
     length_window: int = 64  # batches of like lengths are cut from the sorted blocks of this many batches
     num_workers: int = 0  # processes that make batches
     preprocessing_workers: int = 1  # processes that tokenize

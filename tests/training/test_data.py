@@ -11,17 +11,10 @@ from pretraining_helpers import tiny_recipe
 from transformers import AutoTokenizer
 
 from maelm_hf import DataCollatorForMaeLm
+from training.blocks import BlockCutter, load_blocks
 from training.corpus import load_corpus
-from training.data import (
-    BatchOrder,
-    BlockCutter,
-    Cursor,
-    StepDataset,
-    evaluation_step,
-    load_blocks,
-    permuted,
-    training_steps,
-)
+from training.data import BatchOrder, Cursor, IndexedSteps, StepDataset, evaluation_step, permuted
+from training.packing import best_fit
 from training.recipe import Recipe, RecipeError, recipe_from_dict
 from training.tokenizer import load_tokenizer, special_tokens_around, tokenizer_digest, train_tokenizer
 
@@ -159,7 +152,7 @@ class TestOrder:
         for cursor, _, batch in order.batches(Cursor()):
             if cursor.epoch == 2:
                 break
-            epochs.setdefault(cursor.epoch, []).append(batch)
+            epochs.setdefault(cursor.epoch, []).append(np.concatenate(batch))
         assert [sorted(np.concatenate(batches)) for batches in epochs.values()] == [list(range(4003))] * 2
         assert not np.array_equal(np.concatenate(epochs[0]), np.concatenate(epochs[1]))
         if "batch_size" in data:
@@ -183,7 +176,7 @@ class TestOrder:
         for number in (0, 5, 239, 240, 249, 250, 251, 400, 519):
             cursor, following, batch = next(order.batches(batches[number][0]))
             assert (cursor, following) == batches[number][:2]
-            assert np.array_equal(batch, batches[number][2])
+            assert all(map(np.array_equal, batch, batches[number][2]))
             if number + 1 < len(batches):
                 assert following == batches[number + 1][0]
 
@@ -192,6 +185,61 @@ class TestOrder:
         (first, _, batch), (second, _, _) = islice(order.batches(Cursor()), 2)
         assert len(batch) == 4003
         assert (first.epoch, second.epoch) == (0, 1)
+
+
+class TestPacking:
+    def test_every_item_once_in_rows_that_fit(self):
+        lengths = np.random.default_rng(0).integers(1, 65, size=5000)
+        rows = best_fit(lengths, 64)
+        assert sorted(item for row in rows for item in row) == list(range(5000))
+        assert max(lengths[row].sum() for row in rows) <= 64
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_is_best_fit_decreasing(self, seed):
+        """Against the definition, in quadratic time."""
+        lengths = np.random.default_rng(seed).integers(1, 30, size=200)
+        rooms, expected = [], []
+        for item in sorted(range(200), key=lambda item: -lengths[item]):
+            fitting = [row for row, room in enumerate(rooms) if room >= lengths[item]]
+            if not fitting:
+                rooms.append(30)
+                expected.append([])
+                fitting = [len(rooms) - 1]
+            least = min(rooms[row] for row in fitting)
+            row = next(row for row in fitting if rooms[row] == least)
+            rooms[row] -= lengths[item]
+            expected[row].append(item)
+        rows = best_fit(lengths, 30)
+        assert sorted(lengths[row].sum() for row in rows) == sorted(lengths[row].sum() for row in expected)
+
+    def test_an_epoch_of_packed_batches(self):
+        lengths = TestOrder.lengths
+        order = BatchOrder(recipe_with(batch_size=16, length_window=32, packing=True), lengths)
+        batches = []
+        for cursor, _, batch in order.batches(Cursor()):
+            if cursor.epoch == 1:
+                break
+            batches.append(batch)
+        rows = [row for batch in batches for row in batch]
+        assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
+        assert max(lengths[row].sum() for row in rows) <= 64
+        assert lengths.sum() / (64 * len(rows)) > 0.97
+
+    def test_a_packed_row_holds_its_documents_and_their_masks(self, text):
+        _, tokenizer, blocks, _ = text
+        collator = DataCollatorForMaeLm(tokenizer, seed=3)
+        settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 4096}
+        row = np.array([4, 1, 7])
+        (packed,) = StepDataset(blocks, collator, packed=True, **settings).step(None, None, [row], 0).micro_batches
+        alone = [
+            StepDataset(blocks, collator, **settings).step(None, None, [row[at : at + 1]], 0).micro_batches[0]
+            for at in range(3)
+        ]
+        for name in ("input_ids", "labels"):
+            assert torch.equal(packed[name], torch.cat([batch[name] for batch in alone], dim=1))
+        lengths = blocks.lengths[row].tolist()
+        assert packed["document_ids"][0].tolist() == [number for number, n in enumerate(lengths) for _ in range(n)]
+        assert packed["position_ids"][0].tolist() == [at for n in lengths for at in range(n)]
 
 
 class TestSteps:
@@ -203,11 +251,13 @@ class TestSteps:
         return BatchOrder(recipe_with(batch_size=8, length_window=3), text[2].lengths)
 
     def test_workers_and_restarts_change_nothing(self, text):
+        recipe = recipe_with(batch_size=8, length_window=3)
+        collator = DataCollatorForMaeLm(text[1], seed=3)
+        data = IndexedSteps(recipe, text[2], collator, rank=0, world_size=1, micro_batch_tokens=128)
+
         def steps(workers, start=0, count=12):
-            order = self.order(text)
-            cursors = [cursor for cursor, _, _ in islice(order.batches(Cursor()), start + 1)]
-            found = training_steps(self.dataset(text), order, cursors[start], workers, pin=False)
-            return list(islice(found, count))
+            cursors = [cursor for cursor, _, _ in islice(data.order.batches(Cursor()), start + 1)]
+            return list(islice(data.steps(cursors[start], workers, pin=False), count))
 
         expected, in_workers, restarted = steps(0), steps(2), steps(2, start=5, count=7)
         for got, reference in ((in_workers, expected), (restarted, expected[5:])):

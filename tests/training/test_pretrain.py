@@ -4,19 +4,24 @@ import errno
 import json
 import math
 import signal
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.tracking import GeneralTracker
 from pretraining_helpers import log_of, start, tiny_recipe, weights_of
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
+from maelm_hf.probing import RankReport
 from training import checkpoint, pretrain
-from training.data import Cursor
+from training.data import BatchOrder, Cursor
 from training.optimizers import build_optimizers, learning_rate_factor, load_optimizer_tensors, optimizer_tensors
 from training.pretrain import main, run
 from training.recipe import OptimizerSection, RecipeError, load_recipe, recipe_from_dict
+from training.text import prepare_text
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +185,7 @@ class TestRun:
         recipe = recipe_from_dict(values)
         run(recipe)
 
-        text = pretrain.prepare_text(recipe, say=lambda _: None)
+        text = prepare_text(recipe, say=lambda _: None)
         torch.manual_seed(recipe.seed)
         model = pretrain.build_model(recipe, text.tokenizer, None)
         model.set_attn_implementation("eager")
@@ -192,9 +197,10 @@ class TestRun:
             betas=(0.9, 0.98),
             eps=1e-6,
         )
-        order = pretrain.BatchOrder(recipe, text.training.lengths)
+        order = BatchOrder(recipe, text.training.lengths)
         losses = []
-        for number, (_, _, indices) in enumerate(order.batches(Cursor()), start=1):
+        for number, (_, _, batch_rows) in enumerate(order.batches(Cursor()), start=1):
+            indices = np.concatenate(batch_rows)
             rows = text.training.input_ids(indices)
             batch = collator(
                 [{"input_ids": row, "sample_index": index} for row, index in zip(rows, indices.tolist(), strict=True)]
@@ -239,7 +245,7 @@ class TestRun:
 
     def test_evaluation_is_loss_and_accuracy_of_the_hidden_tokens(self, finished):
         recipe, summary = finished
-        text = pretrain.prepare_text(recipe, say=lambda _: None)
+        text = prepare_text(recipe, say=lambda _: None)
         model = AutoModelForMaskedLM.from_pretrained(pretrain.Path(recipe.output_dir) / "final").eval()
         collator = DataCollatorForMaeLm(text.tokenizer, 0.15, seed=recipe.seed)
         loss = right = tokens = 0
@@ -302,6 +308,50 @@ class TestRun:
         again = run(recipe_from_dict(values))
         assert again.choices == first.choices
         assert "kept from the checkpoint" in capsys.readouterr().out
+
+
+class TestWatching:
+    def test_the_rank_probe_reports_and_changes_nothing(self, folder, finished):
+        run(recipe_from_dict(tiny_recipe(folder, "probed", max_steps=12, probe_every=6)))
+        report = RankReport.load(folder / "probed" / "probes" / "step-000000006")
+        rows = {f"{row['layer']}/{row['population']}": row["effective_rank"] for row in report.rows}
+        logged = [json.loads(line) for line in (folder / "probed" / "ranks.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in logged] == [6, 12]
+        assert logged[0] == {"step": 6} | rows
+        expected, got = weights_of(folder / "finished"), weights_of(folder / "probed")
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+    def test_a_tracker_gets_the_numbers(self, folder, monkeypatch):
+        class Recorder(GeneralTracker):
+            name = "recorder"
+            requires_logging_directory = False
+            logged: ClassVar[list] = []
+
+            @property
+            def tracker(self):
+                return self.logged
+
+            def store_init_configuration(self, values):
+                self.logged.append(("config", values))
+
+            def log(self, values, step=None, **_):
+                self.logged.append((step, values))
+
+        monkeypatch.setattr(pretrain, "tracker_of", lambda recipe: Recorder())
+        run(recipe_from_dict(tiny_recipe(folder, "tracked", max_steps=12, probe_every=12)))
+        config = dict(Recorder.logged)["config"]
+        assert config["optimizer.name"] == "muon"
+        rows = log_of(folder / "tracked")
+        losses = {step: values["train/loss"] for step, values in Recorder.logged if "train/loss" in values}
+        assert losses == {row["step"]: row["loss"] for row in rows}
+        last = [values for step, values in Recorder.logged if step == 12]
+        assert any("held_out/accuracy" in values for values in last)
+        assert any(name.startswith("rank/") for values in last for name in values)
+
+    def test_a_tracker_that_is_not_installed(self, folder, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(RecipeError, match="pip install wandb"):
+            pretrain.tracker_of(recipe_from_dict(tiny_recipe(folder, tracker="wandb")))
 
 
 class TestRefusals:

@@ -1,0 +1,158 @@
+"""Streamed corpora and packed rows: as exact as blocks on disk."""
+
+import json
+import shutil
+from itertools import islice
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from pretraining_helpers import log_of, tiny_recipe, weights_of, write_corpus
+from transformers import AutoModelForMaskedLM
+
+from maelm_hf import DataCollatorForMaeLm
+from training import pretrain
+from training.blocks import BlockCutter
+from training.data import StepDataset
+from training.packing import best_fit
+from training.pretrain import run
+from training.recipe import RecipeError, recipe_from_dict
+from training.streaming import StreamedSteps
+from training.text import prepare_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streaming")
+    lines = write_corpus(folder / "corpus.txt").read_text().splitlines()
+    source = folder / "parquet"
+    source.mkdir()
+    for shard in range(3):
+        rows = datasets.Dataset.from_dict({"text": lines[shard::3]})
+        rows.to_parquet(source / f"train-{shard:05d}-of-00003.parquet")
+    return folder
+
+
+def streamed(folder, name, **changes):
+    values = tiny_recipe(folder, name, corpus__streaming=True, **changes)
+    values["corpus"]["source"] = str(folder / "parquet")
+    return recipe_from_dict(values)
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_after(monkeypatch, step: int) -> None:
+    write = pretrain.RunLog.write
+
+    def write_and_break(self, row):
+        write(self, row)
+        if self.path.name == "log.jsonl" and row["step"] == step:
+            raise Interruption
+
+    monkeypatch.setattr(pretrain.RunLog, "write", write_and_break)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    summary = run(streamed(folder, "whole"))
+    assert summary.corpus_digest is None
+    return folder / "whole"
+
+
+class TestStreaming:
+    def test_resumes_exactly(self, folder, uninterrupted, monkeypatch):
+        rows = log_of(uninterrupted)
+        assert rows[-1]["epoch"] >= 1  # both passes are tested
+        for step, workers in ((7, 1), (18, 0)):
+            with monkeypatch.context() as patch:
+                interrupt_after(patch, step)
+                with pytest.raises(Interruption):
+                    run(streamed(folder, "broken", data__num_workers=workers))
+        run(streamed(folder, "broken"))
+        assert log_of(folder / "broken") == rows
+        expected, got = weights_of(uninterrupted), weights_of(folder / "broken")
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+    def steps(self, folder, **process):
+        recipe = streamed(folder, "steps")
+        text = prepare_text(recipe, say=lambda _: None)
+        settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 128} | process
+        collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
+        return recipe, text, StreamedSteps(recipe, text.corpus.documents, text.tokenizer, collator, **settings)
+
+    def test_every_block_once_a_pass_in_order(self, folder):
+        recipe, text, data = self.steps(folder)
+        cutter = BlockCutter(text.tokenizer, recipe.data.max_length, recipe.corpus.held_out_share, held_out=False)
+        expected = [block for row in text.corpus.documents for block in cutter({"text": [row["text"]]})["input_ids"]]
+        blocks = [block for block, _ in islice(data._blocks(data.start), 2 * len(expected))]
+        assert blocks == expected * 2
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_processes_read_disjoint_shares(self, folder, world_size):
+        *_, whole = self.steps(folder)
+        one_pass = [block for block, cursor in islice(whole._blocks(whole.start), 200) if cursor.epoch == 0]
+        shares = []
+        for rank in range(world_size):
+            *_, data = self.steps(folder, rank=rank, world_size=world_size)
+            shares += [block for block, cursor in islice(data._blocks(data.start), 200) if cursor.epoch == 0]
+        assert sorted(map(tuple, shares)) == sorted(map(tuple, one_pass))
+
+    def test_masks_differ_from_pass_to_pass(self, folder):
+        *_, data = self.steps(folder)
+        steps = list(islice(data.steps(data.start, 0, pin=False), 30))
+        samples = [sample for step in steps for sample in step.sample_index]
+        assert len(set(samples)) == len(samples)
+
+    def test_what_cannot_be_streamed(self, folder):
+        with pytest.raises(RecipeError, match="cannot be packed"):
+            run(streamed(folder, "packed", data__packing=True))
+
+    def test_other_number_of_processes(self, folder, uninterrupted):
+        copied = folder / "two"
+        shutil.copytree(uninterrupted, copied)
+        state = max((copied / "checkpoints").iterdir())
+        values = json.loads((state / "state.json").read_text()) | {"num_processes": 2}
+        (state / "state.json").write_text(json.dumps(values))
+        manifest = json.loads((state / "manifest.json").read_text())
+        del manifest["state.json"]
+        (state / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(RecipeError, match="continue with 2, not 1"):
+            run(streamed(folder, "two"))
+
+
+class TestPacking:
+    def test_a_packed_run_wastes_little_and_ends_well(self, folder):
+        summary = run(recipe_from_dict(tiny_recipe(folder, "packed", max_steps=12, data__packing=True)))
+        apart = run(recipe_from_dict(tiny_recipe(folder, "apart", max_steps=12)))
+        rows = log_of(folder / "packed")
+        assert sum(row["padding"] for row in rows) < sum(row["padding"] for row in log_of(folder / "apart"))
+        assert summary.tokens > 1.2 * apart.tokens
+        assert summary.held_out_loss < 5.8
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize("twin", ["none", "mlm"])
+    def test_documents_do_not_see_each_other(self, folder, attention, twin):
+        """The loss of a packed row is that of its documents, each alone."""
+        recipe = recipe_from_dict(tiny_recipe(folder, "isolated", max_steps=3, optimizer__warmup_steps=1, twin=twin))
+        recipe.output_dir = str(folder / f"isolated-{twin}-{attention}")
+        run(recipe)
+        model = AutoModelForMaskedLM.from_pretrained(f"{recipe.output_dir}/final", attn_implementation=attention)
+        text = prepare_text(recipe, say=lambda _: None)
+        collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
+        settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 4096}
+        rows = best_fit(text.training.lengths, recipe.data.max_length)
+        row = np.array(next(row for row in rows if len(row) >= 2))
+
+        def loss(rows, packed):
+            dataset = StepDataset(text.training, collator, packed=packed, **settings)
+            step = dataset.step(None, None, rows, epoch=0)
+            with torch.no_grad():
+                return sum(
+                    model.eval()(**batch, sparse_logits=True, num_items_in_batch=1).loss for batch in step.micro_batches
+                )
+
+        together, alone = loss([row], packed=True), loss(list(row[:, None]), packed=False)
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
