@@ -1,14 +1,19 @@
 """Masks: how many tokens, which ones, and what they depend on."""
 
+import json
 import math
+import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
+from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 from maelm_hf.masking import DataCollatorForMaeLm, WordBoundaries, choose_hidden, uniform_numbers
 
 TEXT = (
@@ -282,6 +287,73 @@ def is_letters(tokenizer, encoding, word) -> bool:
     """Whether a word is made of letters or digits: runs of punctuation may be split by the vocabulary's markers."""
     span = encoding.word_to_chars(word)
     return TEXT[span.start : span.end].strip().isalnum()
+
+
+class TestPlainTrainer:
+    """It drops columns that forward does not name, and tells a collator no epoch."""
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_masks_differ_by_epoch_and_resume_exactly(self, tokenizer, features, tmp_path, workers):
+        rows = Dataset.from_list(features)
+        seen: list[str] = []
+
+        class Watching(MaeLmForMaskedLM):
+            def forward(self, input_ids=None, kept_index=None, hidden_index=None, **inputs):
+                seen.append(str([input_ids.tolist(), hidden_index.tolist()]))
+                return super().forward(input_ids, kept_index=kept_index, hidden_index=hidden_index, **inputs)
+
+        def train(resume: bool, stop_after: int | None = None) -> list[str]:
+            seen.clear()
+            torch.manual_seed(0)
+            config = MaeLmConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                intermediate_size=8,
+                decoder_num_hidden_layers=1,
+                mask_token_id=tokenizer.mask_token_id,
+            )
+            collator = DataCollatorForMaeLm(tokenizer, seed=1)
+            arguments = TrainingArguments(
+                output_dir=str(tmp_path / str(workers)),
+                per_device_train_batch_size=4,
+                num_train_epochs=3,
+                save_steps=1,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                dataloader_num_workers=workers,
+                dataloader_persistent_workers=workers > 0,
+                logging_strategy="no",
+            )
+            callbacks = [collator.epoch_callback()] + ([StopAfter(stop_after)] if stop_after else [])
+            trainer = Trainer(Watching(config), arguments, collator, rows, callbacks=callbacks)
+            trainer.train(resume_from_checkpoint=resume)
+            return list(seen)
+
+        whole = train(resume=False)
+        assert len(whole) == 9
+        assert len(set(whole)) == 9
+        by_epoch = [Counter(row for batch in whole[at : at + 3] for row in hidden_by_text(batch)) for at in (0, 3, 6)]
+        assert by_epoch[0] != by_epoch[1] != by_epoch[2] != by_epoch[0]
+        for stop_after in (4, 6):  # in the middle of the second epoch, and at its end
+            shutil.rmtree(tmp_path / str(workers))
+            assert train(resume=False, stop_after=stop_after) == whole[:stop_after]
+            assert train(resume=True) == whole[stop_after:]
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def hidden_by_text(batch: str) -> list[str]:
+    input_ids, hidden_index = json.loads(batch)
+    return [f"{len(ids)}: {hidden}" for ids, hidden in zip(input_ids, hidden_index, strict=True)]
 
 
 class TestPackedRows:
