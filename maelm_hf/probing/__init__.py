@@ -9,16 +9,28 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "AttentionReport": "attention_report",
+    "AttentionStatistics": "attention_statistics",
     "RankProbeCallback": "callback",
     "RankReport": "rank_report",
     "Report": "report",
     "RepresentationMoments": "rank",
     "TrainingProbe": "callback",
+    "attention_distance": "attention",
+    "attention_diversity": "attention",
+    "attention_entropy": "attention",
+    "attention_head_redundancy": "attention",
+    "attention_mutual_information": "attention",
+    "attention_pairwise_diversity": "attention",
+    "attention_prefix_mass": "attention",
+    "attention_rollout": "attention",
+    "capture_attention": "attention_capture",
     "capture_hidden_states": "capture",
     "compare": "report",
     "effective_rank": "spectrum",
     "entropy_effective_rank": "spectrum",
     "participation_ratio": "spectrum",
+    "probe_attention": "attention_probe",
     "probe_rank": "probe",
     "stable_rank": "spectrum",
 }

@@ -50,6 +50,7 @@ def probe_attention(
     max_images: int | None = None,
     batch_size: int = 16,
     overlay_images: int = 4,
+    random_init: bool = False,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -79,7 +80,8 @@ def probe_attention(
         max_images: stop after so many images (or texts).
         batch_size: images in a forward pass.
         overlay_images: of so many images, maps and centres are kept to be drawn on the image.
-        seed: of the pairs of queries in the pairwise divergence.
+        random_init: probe the same architecture with fresh weights, for the numbers without training (transformers).
+        seed: of the pairs of queries in the pairwise divergence, and of ``random_init``.
         revision, trust_remote_code, dtype, device: see :func:`maelm_hf.probing.loading.load_model`.
         progress: show a progress bar.
 
@@ -90,8 +92,13 @@ def probe_attention(
     """
     if images is None:
         raise ValueError("images is missing: pass a folder, a data set, images, prepared tensors, or texts")
-    probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
     notes: list[str] = []
+    if hasattr(model, "_orig_mod"):
+        notes.append("The model is compiled; it is probed uncompiled, because a compiled model hides its functions.")
+        model = model._orig_mod
+    probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
+    if random_init:
+        _forget_training(probed, seed)
     data = open_data(images, column)
     probed.module = _encoder(probed.module, data.kind == "texts", notes)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -257,11 +264,21 @@ class _Measurement:
         return layers
 
 
+def _forget_training(probed: ProbedModel, seed: int) -> None:
+    """Put the same architecture with random weights in the model's place."""
+    if probed.config is None:
+        raise ValueError(
+            f"random_init needs a transformers model, {probed.name} is none: build it untrained and pass it"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = type(probed.module)(probed.config)
+    probed.module = fresh.to(device=probed.device, dtype=probed.dtype).eval()
+    probed.name = f"{probed.name}, random init"
+
+
 def _encoder(module: nn.Module, wants_text: bool, notes: list[str]) -> nn.Module:
-    """The tower that takes the data, uncompiled."""
-    if hasattr(module, "_orig_mod"):
-        notes.append("The model is compiled; it is probed uncompiled, because a compiled model hides its functions.")
-        module = module._orig_mod
+    """The tower that takes the data, or the model itself."""
     tower = "text_model" if wants_text else "vision_model"
     if hasattr(getattr(module, "config", None), "vision_config") and isinstance(
         getattr(module, tower, None), nn.Module

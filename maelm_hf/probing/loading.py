@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,7 +135,9 @@ def _without_head(model: nn.Module) -> nn.Module:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
         return model.get_encoder()
     base = getattr(model, "base_model", model)
-    return base if isinstance(base, nn.Module) else model
+    # DINOv3's own "base" takes hidden states: one that does not take the model's input is no encoder of its own.
+    takes_input = getattr(model, "main_input_name", None) in inspect.signature(base.forward).parameters
+    return base if isinstance(base, nn.Module) and takes_input else model
 
 
 def _load_transformers(
