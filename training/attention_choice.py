@@ -17,11 +17,12 @@ CANDIDATES = ("sdpa", "eager")
 REPEATS = 3
 
 
-def choose_attention(model: PreTrainedModel, batches: Sequence[dict]) -> tuple[str, str]:
+def choose_attention(model: PreTrainedModel, batches: Sequence[dict], bf16: bool = False) -> tuple[str, str]:
     """The fastest of sdpa and eager for one training step over `batches`, and the reason in words.
 
-    Each kernel runs every batch forward and backward, once to warm up and three times timed, in turns; the best time
-    counts. The model keeps its weights, gradients are cleared, and the random state is put back.
+    Each kernel runs every batch forward and backward (under bf16 autocast where `bf16`), once to warm up and three
+    times timed, in turns; the best time counts. The model keeps its weights, gradients are cleared, and the random
+    state is put back.
     """
     before, was_training, device = model.config._attn_implementation, model.training, next(model.parameters()).device
     seconds: dict[str, float] = {}
@@ -33,7 +34,7 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict]) -> tuple[s
                     model.set_attn_implementation(kernel)
                 except (ValueError, ImportError):
                     continue  # this architecture has no such kernel
-                elapsed = _step_seconds(model, batches, device)
+                elapsed = _step_seconds(model, batches, device, bf16)
                 warm_up = kernel not in seconds
                 seconds[kernel] = float("inf") if warm_up else min(seconds[kernel], elapsed)
     model.set_attn_implementation(before)
@@ -44,13 +45,19 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict]) -> tuple[s
     measured = ", ".join(
         f"{kernel} {value * 1000:.0f} ms" for kernel, value in sorted(seconds.items(), key=lambda kv: kv[1])
     )
-    return best, f"attention {best}: fastest over {len(batches)} training batches on {device.type} ({measured})"
+    precision = "bf16" if bf16 else "fp32"
+    return (
+        best,
+        f"attention {best}: fastest over {len(batches)} training batches on {device.type} in {precision} ({measured})",
+    )
 
 
-def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device) -> float:
+def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device, bf16: bool) -> float:
     start = time.perf_counter()
     for batch in batches:
-        model(**{name: value.to(device) for name, value in batch.items()}).loss.backward()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+        loss.backward()
         model.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

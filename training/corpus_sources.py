@@ -27,7 +27,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from training import corpus_text
-from training.console import console, help_text
+from training.console import console, help_text, markdown
 from training.corpus import docstrings, installed_packages, is_held_out
 from training.corpus_text import Reader, files_by, is_english_prose
 from training.near_duplicates import HASHES, THRESHOLD, NearDuplicates
@@ -147,6 +147,7 @@ def build(out: Path, only: tuple[str, ...] | None = None) -> dict:
         "files": files,
     }
     _write(Path(out) / "manifest.json", json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    _write(Path(out) / "table.md", markdown(*summary_rows(manifest)))
     console.print(summary_table(manifest))
     return manifest
 

@@ -171,13 +171,19 @@ def load_model(model: str, data: TaskData, attention: str | None = None) -> PreT
         loaded, report = HEADS[data.kind].from_pretrained(
             model, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    prefix = f"{loaded.base_model_prefix}."
-    absent = [name for name in report["missing_keys"] if name.startswith(prefix) and ".pooler." not in name]
-    if absent:
-        raise ValueError(
-            f"{model}: the checkpoint lacks {len(absent)} weights of the encoder, the first is {absent[0]!r}"
-        )
+    refuse_missing(model, report, f"{loaded.base_model_prefix}.")
     return loaded
+
+
+def refuse_missing(model: str, report: dict, prefix: str = "") -> None:
+    """ValueError where a loading report lacks weights below `prefix`, or has some of another shape; poolers may be new."""
+    mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
+    for kind, names in (("lacks", report["missing_keys"]), ("has other shapes for", mismatched)):
+        absent = sorted(name for name in names if name.startswith(prefix) and "pooler." not in name)
+        if absent:
+            raise ValueError(
+                f"{model}: the checkpoint {kind} {len(absent)} weights of the encoder, the first is {absent[0]!r}"
+            )
 
 
 def encode(data: TaskData, split: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
@@ -256,6 +262,7 @@ def training_arguments(cell: Cell, work: Path, data: TaskData, quiet: bool) -> T
         max_grad_norm=1.0,
         seed=cell.seed,
         bf16=cell.precision == "bf16",
+        use_cpu=cell.precision == "bf16" and not torch.accelerator.is_available(),  # Trainer wants it said for bf16
         eval_strategy="epoch",
         save_strategy="best",
         save_only_model=True,

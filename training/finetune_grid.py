@@ -131,7 +131,9 @@ def _decide(model: str, data, plan: Plan) -> dict:
         by_length, size = encoded.lengths.argsort(kind="stable"), plan.batch_sizes[0]
         starts = [max(0, int(share * len(by_length)) - size // 2) for share in (0.25, 0.5, 0.9)]
         batches = [[encoded.examples[i] for i in by_length[start : start + size]] for start in starts]
-        attention, attention_reason = choose_attention(network, [PadToLongest(tokenizer)(batch) for batch in batches])
+        attention, attention_reason = choose_attention(
+            network, [PadToLongest(tokenizer)(batch) for batch in batches], precision == "bf16"
+        )
     return {
         "max_length": length,
         "max_length_reason": reason,

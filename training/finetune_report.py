@@ -32,6 +32,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from training.console import markdown
+
 SCHEMA = 1
 TASK_TYPES = {
     "classification": "text-classification",
@@ -202,11 +204,6 @@ def print_comparison(header: list[str], rows: list[list[str]], split: str, conso
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
-    return "\n".join(lines) + "\n"
 
 
 def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from training.encoding import IGNORED, PadToLongest
-from training.finetune_cell import Cell, encode, load_tokenizer, quiet_loading
+from training.finetune_cell import Cell, encode, load_tokenizer, quiet_loading, refuse_missing
 from training.metrics import Metrics
 from training.tabular import TaskData
 
@@ -43,7 +43,10 @@ def compute_features(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with quiet_loading():
-        model = AutoModel.from_pretrained(model_name, dtype=torch.float32, attn_implementation=attention)
+        model, loaded = AutoModel.from_pretrained(
+            model_name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
+    refuse_missing(model_name, loaded)
     model = model.to(device).eval()
     collate = PadToLongest(tokenizer)
     features: dict[str, np.ndarray] = {}

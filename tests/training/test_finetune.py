@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetuning_toys import opinions, save_toy_model, write_rows
+from finetuning_toys import opinions, save_toy_model, toy_tokenizer, write_rows
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import (
     AutoModel,
@@ -14,14 +14,17 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     pipeline,
+    set_seed,
 )
 from typer.testing import CliRunner
 
+from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 from training.finetune import app
 from training.finetune_cell import Cell, load_model, load_tokenizer, longest_input, run_cell
 from training.finetune_data import DataOptions, data_digest, load_task, model_digest
 from training.finetune_report import comparison_rows, group_settings, load_results, summarise
 
+SPECIAL_IDS = {"mask": "mask", "pad": "pad", "bos": "cls", "eos": "sep"}
 FAST = ["--attention", "eager", "--quiet", "--metrics", "sklearn", "--lr", "5e-3", "--batch-size", "16"]
 
 
@@ -167,6 +170,41 @@ def test_cells_side_by_side_one_fails_and_is_named_and_a_second_run_fills_the_ga
     assert code == 0
     assert "1 of 2 cells are finished already" in output
     assert cells(tmp_path).keys() <= cells(finished).keys()  # the same cells, whatever folder and process
+
+
+def test_the_encoder_of_mae_lm_goes_the_same_way(files, tmp_path):
+    tokenizer = toy_tokenizer()
+    ids = {f"{ours}_token_id": getattr(tokenizer, f"{theirs}_token_id") for ours, theirs in SPECIAL_IDS.items()}
+    config = MaeLmConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        decoder_num_hidden_layers=1,
+        initializer_range=0.2,
+        **ids,
+    )
+    set_seed(0)
+    MaeLmForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
+    tokenizer.save_pretrained(tmp_path / "pretrained")
+    arguments = [tmp_path / "pretrained", *own(files), "--out", tmp_path / "out", *FAST]
+    assert command(*arguments, "--epochs", 3)[0] == 0
+    assert command(*arguments, "--frozen")[0] == 0
+    settings = load_results(tmp_path / "out")["tasks"]["text"]["settings"]
+    assert {entry["setting"]["mode"] for entry in settings} == {"finetune", "frozen"}
+    assert settings[0]["scores"]["test"]["accuracy"]["median"] > 0.9
+    classify = pipeline("text-classification", model=str(tmp_path / "out/text/model"), device="cpu")
+    assert classify("the film was very warm .")[0]["label"] == "good"
+
+
+def test_bf16_without_a_gpu(model, files, tmp_path):
+    cell, data = cell_of(model, files, epochs=3.0)
+    result = run_cell(Cell(**{**cell.__dict__, "precision": "bf16"}), data, tmp_path, "sklearn", quiet=True)
+    assert result["scores"]["validation"]["accuracy"] > 0.9
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
 
 
 # ---- other kinds of task -------------------------------------

@@ -1,0 +1,170 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning speed beside the stock script, in one run: same model, examples, batch size, optimiser, dropout and
+precision.
+
+    python -m training.benchmark_finetune MODEL --task rotten_tomatoes --out results/finetune/speed.json
+
+The stock arm is what `run_glue.py` does with padding to the longest: `datasets` rows, `DataCollatorWithPadding`,
+Trainer, random order, the default attention kernel; a second stock arm takes the other kernel. Ours groups by length
+and takes the kernel it measured. The arms take turns, each round starts from the same weights, and the best round of
+an arm counts. Samples a CPU second are given beside samples a second: they say less about the wait, and stay fair
+while other programs share the cores.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+import typer
+from rich.table import Table
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import maelm_hf  # noqa: F401 registers the Auto classes of MAE-LM
+from training.attention_choice import CANDIDATES, choose_attention
+from training.console import console, help_text
+from training.encoding import Encoded, PadToLongest
+from training.finetune_cell import GroupedTrainer, encode, load_model, load_tokenizer, no_bars, quiet_loading
+from training.finetune_data import DataOptions, load_task
+from training.finetune_report import environment, write_json
+from training.tabular import TaskData
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def arguments(folder: Path, batch_size: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        num_train_epochs=1,
+        learning_rate=2e-5,
+        seed=0,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+
+
+def stock_trainer(model: str, data: TaskData, rows: int, max_length: int, args: TrainingArguments, kernel: str | None):
+    """run_glue.py with `pad_to_max_length=False`. `kernel` None leaves the default."""
+    import datasets
+
+    tokenizer, split = load_tokenizer(model), data.splits["train"]
+    columns = {"sentence": split.texts[:rows], "label": split.labels[:rows]}
+    if split.pairs is not None:
+        columns["sentence2"] = split.pairs[:rows]
+
+    def preprocess(examples):
+        texts = (examples["sentence"], examples["sentence2"]) if split.pairs is not None else (examples["sentence"],)
+        return tokenizer(*texts, padding=False, max_length=max_length, truncation=True)
+
+    datasets.disable_progress_bars()
+    dataset = datasets.Dataset.from_dict(columns).map(preprocess, batched=True)
+    options = {"num_labels": len(data.label_names), "dtype": torch.float32}
+    if kernel is not None:
+        options["attn_implementation"] = kernel
+    set_seed(0)
+    with quiet_loading():
+        network = AutoModelForSequenceClassification.from_pretrained(model, **options)
+    return Trainer(
+        model=network,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )
+
+
+def our_trainer(model: str, data: TaskData, rows: int, max_length: int, args: TrainingArguments, kernel: str):
+    tokenizer = load_tokenizer(model)
+    encoded = Encoded(encode(data, "train", tokenizer, max_length).examples[:rows])
+    set_seed(0)
+    network = load_model(model, data, kernel)
+    return GroupedTrainer(
+        model=network,
+        args=args,
+        train_dataset=encoded,
+        processing_class=tokenizer,
+        data_collator=PadToLongest(tokenizer),
+    )
+
+
+def timed(trainer: Trainer) -> tuple[float, float]:
+    """Training samples a second, and a CPU second of this process."""
+    with no_bars():
+        start = time.process_time()
+        speed = trainer.train().metrics["train_samples_per_second"]
+    return speed, len(trainer.train_dataset) / (time.process_time() - start)
+
+
+@app.command(help=help_text(__doc__))
+def main(
+    model: str = typer.Argument(..., help="Folder of a saved model, or a Hub name."),
+    task: str = typer.Option("rotten_tomatoes", help="A sentence or pair task: GLUE's names, or an offline task."),
+    data: str = typer.Option(None, help="Folder of GLUE's TSV files or a saved dataset."),
+    rows: int = typer.Option(1024, help="Training examples of a round."),
+    rounds: int = typer.Option(3, help="Rounds of every arm; the best counts."),
+    batch_size: int = typer.Option(32),
+    max_length: int = typer.Option(128),
+    out: Path = typer.Option(None, help="Write the measurements here, as JSON."),  # noqa: B008
+) -> None:
+    loaded = load_task(DataOptions(task, folder=data))
+    args = arguments(Path("runs/benchmark_finetune"), batch_size)
+    probe = our_trainer(model, loaded, rows, max_length, args, "sdpa")
+    by_length = probe.train_dataset.lengths.argsort(kind="stable")
+    starts = [max(0, int(share * len(by_length)) - batch_size // 2) for share in (0.25, 0.5, 0.9)]
+    batches = [
+        PadToLongest(probe.processing_class)([probe.train_dataset[i] for i in by_length[start : start + batch_size]])
+        for start in starts
+    ]
+    kernel, reason = choose_attention(probe.model, batches)
+    console.print(reason)
+    arms = {
+        "stock Trainer, padding to the longest": lambda: stock_trainer(model, loaded, rows, max_length, args, None),
+        **{
+            f"stock Trainer, {other}": lambda other=other: stock_trainer(model, loaded, rows, max_length, args, other)
+            for other in CANDIDATES
+            if other != "sdpa"
+        },
+        "length groups, default kernel": lambda: our_trainer(model, loaded, rows, max_length, args, "sdpa"),
+        f"ours: length groups, {kernel}": lambda: our_trainer(model, loaded, rows, max_length, args, kernel),
+    }
+    best = dict.fromkeys(arms, (0.0, 0.0))
+    for _ in range(rounds):
+        for name, make in arms.items():
+            best[name] = tuple(max(pair) for pair in zip(best[name], timed(make()), strict=True))
+    stock, *_, ours = best.values()
+    fastest_stock = max(speeds[0] for name, speeds in best.items() if name.startswith("stock"))
+    table = Table("", "samples/s", "samples/CPU s", "against stock", title=f"{rows} examples, batch {batch_size}, fp32")
+    for name, (wall, cpu) in best.items():
+        table.add_row(name, f"{wall:.1f}", f"{cpu:.1f}", f"{wall / stock[0]:.2f}x ({cpu / stock[1]:.2f}x by CPU time)")
+    console.print(table)
+    console.print(f"against the faster stock arm: {ours[0] / fastest_stock:.2f}x")
+    if out is not None:
+        report = {
+            "model": Path(model).name,
+            "task": task,
+            "rows": rows,
+            "rounds": rounds,
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "precision": "fp32",
+            "attention_reason": reason,
+            "samples_per_second": {name: speeds[0] for name, speeds in best.items()},
+            "samples_per_cpu_second": {name: speeds[1] for name, speeds in best.items()},
+            "ratio": ours[0] / stock[0],
+            "ratio_to_fastest_stock": ours[0] / fastest_stock,
+            "environment": environment(),
+        }
+        write_json(out, report)
+
+
+if __name__ == "__main__":
+    app()
