@@ -80,12 +80,13 @@ def load_model(
     Raises:
         FileNotFoundError: the model is not there, in one line that says what was tried.
     """
+    dtype = _as_dtype(dtype)
     if isinstance(model, nn.Module):
         module = _without_head(model)
         name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         revision = getattr(getattr(model, "config", None), "_commit_hash", None)
         if dtype is not None or device is not None:
-            module = module.to(device=device, dtype=_as_dtype(dtype))
+            module = module.to(device=device, dtype=dtype)
         return ProbedModel(module, Path(name).name if Path(name).is_dir() else name, revision)
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model must be a torch.nn.Module, a name or a folder, got {type(model).__name__}")
@@ -95,7 +96,7 @@ def load_model(
         module = _load_timm(source)
     else:
         module, notes = _load_transformers(source, revision, trust_remote_code, dtype)
-    module = module.to(device=device or default_device(), dtype=_as_dtype(dtype)).eval()
+    module = module.to(device=device or default_device(), dtype=dtype).eval()
     name = Path(source).resolve().name if Path(source).is_dir() else source
     return ProbedModel(module, name, getattr(getattr(module, "config", None), "_commit_hash", None), source, notes)
 
@@ -141,7 +142,7 @@ def _without_head(model: nn.Module) -> nn.Module:
 
 
 def _load_transformers(
-    source: str, revision: str | None, trust_remote_code: bool, dtype: torch.dtype | str | None
+    source: str, revision: str | None, trust_remote_code: bool, dtype: torch.dtype | None
 ) -> tuple[nn.Module, list[str]]:
     make_torchvision_importable()
     from transformers import AutoModel

@@ -22,6 +22,7 @@ from .rank import RepresentationMoments
 from .rank_report import RankReport
 from .rank_table import MASK, REAL, UNMASKED, Moments
 from .settings import environment
+from .spectrum import effective_rank
 
 
 def probe_rank(
@@ -79,6 +80,7 @@ def probe_rank(
     """
     if not 0 <= mask_ratio < 1:
         raise ValueError(f"mask_ratio={mask_ratio!r} must be in [0, 1): 0.15 is usual, 0 masks nothing")
+    effective_rank(torch.ones(1), tau, power)  # refuses what is no tau or power, before the model runs
     if data is None:
         raise ValueError("data is missing: pass texts, a file, a data set, images or batches")
     probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)

@@ -5,7 +5,12 @@
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from maelm_hf._torchvision import make_torchvision_importable
+
+make_torchvision_importable()  # a spawned process imports this module and no conftest
+
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast  # noqa: E402
 
 WORDS = tuple(f"w{number}" for number in range(60))
 SPECIALS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]")

@@ -1,0 +1,100 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rank probe inside a Trainer run: it reports, and changes nothing."""
+
+import csv
+
+import pytest
+import torch
+from rank_toys import VOCAB_SIZE, random_texts, word_tokenizer
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from maelm_hf.probing import RankProbeCallback, TrainingProbe, probe_rank
+
+TEXTS = random_texts(30, seed=5)
+
+
+class Tracker(TrainerCallback):
+    """What a tracker would receive."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def trained(folder, *, probed, every=2, steps=5):
+    set_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    # Dropout draws from the random state in every step: a single draw too many would show.
+    model = BertForMaskedLM(BertConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=40, **sizes))
+    tokenizer, tracker = word_tokenizer(), Tracker()
+    arguments = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True, seed=1
+    )
+    data = [dict(tokenizer(text)) for text in random_texts(40)]
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=DataCollatorForLanguageModeling(tokenizer),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[tracker],
+    )
+    if probed:
+        RankProbeCallback.attach(trainer, TEXTS, every=every, max_tokens=200)
+    trainer.train()
+    return model, tracker
+
+
+def test_run_with_and_without_it_is_bit_identical(tmp_path):
+    plain, _ = trained(tmp_path / "plain", probed=False)
+    probed, tracker = trained(tmp_path / "probed", probed=True)
+    for (name, one), (_, other) in zip(plain.state_dict().items(), probed.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    steps = [step for step, logs in tracker.logs if "rank/unmasked/encoder.layer.1" in logs]
+    assert steps == [0, 2, 4, 5]
+
+
+def test_numbers_are_those_of_probe_rank(tmp_path):
+    model, tracker = trained(tmp_path / "run", probed=True, every=5)
+    report = probe_rank(model, word_tokenizer(), TEXTS, max_tokens=200, progress=False)
+    last = next(logs for step, logs in reversed(tracker.logs) if "rank/unmasked/embeddings" in logs)
+    expected = {f"rank/{row['population']}/{row['layer']}": row["effective_rank"] for row in report.rows}
+    assert {name: last[name] for name in expected} == expected
+    with (tmp_path / "run" / "rank_probe.csv").open(encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    assert sorted({int(row["step"]) for row in written}) == [0, 5]
+    final = {
+        f"rank/{row['population']}/{row['layer']}": int(row["effective_rank"]) for row in written[-len(expected) :]
+    }
+    assert final == expected
+    assert float(written[0]["seconds"]) > 0
+
+
+def test_csv_continues_where_it_stopped(tmp_path):
+    model, _ = trained(tmp_path / "run", probed=False, steps=1)
+    path = tmp_path / "rank.csv"
+    for step in (1, 2):
+        TrainingProbe(word_tokenizer(), TEXTS, max_tokens=100, csv_path=path).measure(model, step)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0] for line in lines].count("step") == 1
+    assert {line.split(",")[0] for line in lines[1:]} == {"1", "2"}
+
+
+def test_bad_interval_and_missing_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="every=0"):
+        RankProbeCallback(TrainingProbe(word_tokenizer(), TEXTS), every=0)
+    model, _ = trained(tmp_path / "run", probed=False, steps=1)
+    trainer = Trainer(model, TrainingArguments(tmp_path / "other", report_to=[], use_cpu=True))
+    with pytest.raises(ValueError, match="tokenizer is missing"):
+        RankProbeCallback.attach(trainer, TEXTS)
