@@ -181,9 +181,8 @@ def refuse_missing(model: str, report: dict, prefix: str = "") -> None:
     for kind, names in (("lacks", report["missing_keys"]), ("has other shapes for", mismatched)):
         absent = sorted(name for name in names if name.startswith(prefix) and "pooler." not in name)
         if absent:
-            raise ValueError(
-                f"{model}: the checkpoint {kind} {len(absent)} weights of the encoder, the first is {absent[0]!r}"
-            )
+            first = f"{len(absent)} weights of the encoder, the first is {absent[0]!r}"
+            raise ValueError(f"{model}: the checkpoint {kind} {first}")
 
 
 def encode(data: TaskData, split: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
