@@ -176,7 +176,7 @@ def load_model(model: str, data: TaskData, attention: str | None = None) -> PreT
 
 
 def refuse_missing(model: str, report: dict, prefix: str = "") -> None:
-    """ValueError where a loading report lacks weights below `prefix`, or has some of another shape; poolers may be new."""
+    """ValueError where a report on loading lacks weights below `prefix`, or reshaped some; poolers may be new."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for kind, names in (("lacks", report["missing_keys"]), ("has other shapes for", mismatched)):
         absent = sorted(name for name in names if name.startswith(prefix) and "pooler." not in name)
@@ -254,7 +254,7 @@ def training_arguments(cell: Cell, work: Path, data: TaskData, quiet: bool) -> T
         learning_rate=cell.learning_rate,
         warmup_steps=cell.warmup_ratio,
         lr_scheduler_type="linear",
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         adam_beta2=0.98,
         adam_epsilon=1e-6,
         weight_decay=cell.weight_decay,
