@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .recipe import Recipe, RecipeError
 
 
 @dataclass
@@ -52,6 +55,16 @@ class Summary:
     choices: dict[str, dict]
     versions: dict[str, str]
     model: str | None  # the folder that AutoModel loads
+
+
+def tracker_of(recipe: Recipe) -> str | None:
+    """The tracker's name, if its package is there."""
+    if recipe.tracker == "none":
+        return None
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(recipe.tracker, (recipe.tracker,))
+    if not any(importlib.util.find_spec(package) for package in packages):
+        raise RecipeError(f"tracker {recipe.tracker} needs its package: pip install {packages[0]}, or --tracker none.")
+    return recipe.tracker
 
 
 class RunLog:

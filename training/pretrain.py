@@ -13,7 +13,6 @@ dropout noise of (seed, step, process).
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import signal
@@ -32,16 +31,15 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
 
-from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
+from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from maelm_hf.probing import probe_rank
 
-from .checkpoint import CheckpointError, find_checkpoint, newest_name, save_checkpoint
+from .checkpoint import CheckpointError, newest_name, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
 from .data import IndexedSteps, Step, StepDataset, evaluation_step
-from .monitoring import Progress, RunLog, Summary, plot_loss, read_log
+from .monitoring import Progress, RunLog, Summary, plot_loss, read_log, tracker_of
 from .optimizers import (
     build_optimizers,
     learning_rate_factor,
@@ -50,6 +48,7 @@ from .optimizers import (
     set_learning_rate,
 )
 from .recipe import Recipe, RecipeError, load_recipe
+from .start import build_model, find_resumable, versions
 from .streaming import StreamedSteps
 from .text import Text, prepare_text
 
@@ -85,50 +84,6 @@ def run(recipe: Recipe) -> Summary:
     model = build_model(recipe, text.tokenizer, checkpoint).to(accelerator.device)
     pretraining = Pretraining(recipe, accelerator, text, model, checkpoint, state)
     return pretraining.train()
-
-
-def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole checkpoint and its state; refuses one of another recipe, corpus or tokenizer."""
-    found: list[Path | None] = [None]
-    if accelerator.is_main_process:
-        found = [find_checkpoint(Path(recipe.output_dir, "checkpoints"), refused=accelerator.print)]
-    checkpoint = broadcast_object_list(found)[0]
-    if checkpoint is None:
-        return None, {}
-    state = json.loads((checkpoint / "state.json").read_text())
-    now, then = recipe.course(), state["course"]
-    changed = [f"{key} (was {then.get(key)!r}, is {now.get(key)!r})" for key in now if now[key] != then.get(key)]
-    if changed:
-        raise RecipeError(
-            f"{recipe.output_dir} holds a run of another recipe: {', '.join(changed)}; use another output_dir."
-        )
-    for name, digest in text.digests.items():
-        if digest != state["digests"][name]:
-            raise RecipeError(
-                f"the {name} is not the one that {recipe.output_dir} was begun with (digest {digest}, checkpoint "
-                f"{state['digests'][name]}): restore it, or use another output_dir."
-            )
-    if recipe.corpus.streaming and state["num_processes"] != accelerator.num_processes:
-        raise RecipeError(
-            f"a streamed corpus is shared out among processes: continue with {state['num_processes']}, not "
-            f"{accelerator.num_processes}."
-        )
-    accelerator.print(f"continuing from {checkpoint}")
-    return checkpoint, state
-
-
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:
-    """The model, new or from a checkpoint, in fp32."""
-    if checkpoint is not None:
-        return MaeLmForMaskedLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("mask", "pad", "bos", "eos")}
-    settings = {"max_position_embeddings": recipe.data.max_length} | recipe.model
-    if settings["max_position_embeddings"] < recipe.data.max_length:
-        raise RecipeError("model.max_position_embeddings is below data.max_length: raise it, or shorten the blocks.")
-    try:
-        return MaeLmForMaskedLM(MaeLmConfig(vocab_size=len(tokenizer), **ids, **settings))
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"model: {error}") from None
 
 
 class Pretraining:
@@ -366,7 +321,7 @@ class Pretraining:
                 "digests": self.text.digests,
                 "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
                 "num_processes": self.accelerator.num_processes,
-                "versions": _versions(),
+                "versions": versions(),
             }
 
             def write(folder: Path) -> None:
@@ -405,12 +360,18 @@ class Pretraining:
             corpus_digest=self.text.digests["corpus"],
             tokenizer_digest=self.text.digests["tokenizer"],
             choices=self.choices.as_dict(),
-            versions=_versions(),
+            versions=versions(),
             model=str(self.folder / "final") if finished else None,
         )
         if self.accelerator.is_main_process:
             if finished:
-                self._write_model(self.folder / "final", weights)
+                try:
+                    self._write_model(self.folder / "final", weights)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self.folder / 'final'} could not be written ({error.strerror or error}); the same command "
+                        f"writes it again from {newest_name(self.folder / 'checkpoints')}."
+                    ) from error
             plot_loss(self.folder, self.folder / "loss.png")
             (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
         self.accelerator.end_training()
@@ -432,16 +393,6 @@ class Pretraining:
         self.stop_requested = True
 
 
-def tracker_of(recipe: Recipe) -> str | None:
-    """The tracker's name, if its package is there."""
-    if recipe.tracker == "none":
-        return None
-    packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(recipe.tracker, (recipe.tracker,))
-    if not any(importlib.util.find_spec(package) for package in packages):
-        raise RecipeError(f"tracker {recipe.tracker} needs its package: pip install {packages[0]}, or --tracker none.")
-    return recipe.tracker
-
-
 def _seed(*parts: int) -> int:
     """A 63-bit seed of the named numbers."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
@@ -455,10 +406,6 @@ def _digest(step: Step) -> str:
         for name in ("input_ids", "labels"):
             digest.update(batch[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,10 +17,12 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
 from maelm_hf.probing import RankReport
 from training import checkpoint, pretrain
-from training.data import BatchOrder, Cursor
+from training.data import BatchOrder, Cursor, StepDataset, evaluation_step
+from training.monitoring import tracker_of
 from training.optimizers import build_optimizers, learning_rate_factor, load_optimizer_tensors, optimizer_tensors
 from training.pretrain import main, run
 from training.recipe import OptimizerSection, RecipeError, load_recipe, recipe_from_dict
+from training.start import build_model
 from training.text import prepare_text
 
 
@@ -187,7 +189,7 @@ class TestRun:
 
         text = prepare_text(recipe, say=lambda _: None)
         torch.manual_seed(recipe.seed)
-        model = pretrain.build_model(recipe, text.tokenizer, None)
+        model = build_model(recipe, text.tokenizer, None)
         model.set_attn_implementation("eager")
         collator = DataCollatorForMaeLm(text.tokenizer, 0.15, seed=recipe.seed)
         decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -249,8 +251,8 @@ class TestRun:
         model = AutoModelForMaskedLM.from_pretrained(pretrain.Path(recipe.output_dir) / "final").eval()
         collator = DataCollatorForMaeLm(text.tokenizer, 0.15, seed=recipe.seed)
         loss = right = tokens = 0
-        chosen = pretrain.evaluation_step(
-            pretrain.StepDataset(text.held_out, collator, rank=0, world_size=1, micro_batch_tokens=128), 16
+        chosen = evaluation_step(
+            StepDataset(text.held_out, collator, rank=0, world_size=1, micro_batch_tokens=128), 16
         ).sample_index
         for index in chosen:
             (row,) = text.held_out.input_ids(torch.tensor([index]))
@@ -351,7 +353,7 @@ class TestWatching:
     def test_a_tracker_that_is_not_installed(self, folder, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(RecipeError, match="pip install wandb"):
-            pretrain.tracker_of(recipe_from_dict(tiny_recipe(folder, tracker="wandb")))
+            tracker_of(recipe_from_dict(tiny_recipe(folder, tracker="wandb")))
 
 
 class TestRefusals:

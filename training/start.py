@@ -1,0 +1,70 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a run starts: from a checkpoint that is really its own, or from a new model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
+
+from .checkpoint import find_checkpoint
+from .recipe import Recipe, RecipeError
+from .text import Text
+
+
+def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state; refuses one of another recipe, corpus or tokenizer."""
+    found: list[Path | None] = [None]
+    if accelerator.is_main_process:
+        found = [find_checkpoint(Path(recipe.output_dir, "checkpoints"), refused=accelerator.print)]
+    checkpoint = broadcast_object_list(found)[0]
+    if checkpoint is None:
+        return None, {}
+    state = json.loads((checkpoint / "state.json").read_text())
+    now, then = recipe.course(), state["course"]
+    changed = [f"{key} (was {then.get(key)!r}, is {now.get(key)!r})" for key in now if now[key] != then.get(key)]
+    if changed:
+        raise RecipeError(
+            f"{recipe.output_dir} holds a run of another recipe: {', '.join(changed)}; use another output_dir."
+        )
+    for name, digest in text.digests.items():
+        if digest != state["digests"][name]:
+            raise RecipeError(
+                f"the {name} is not the one that {recipe.output_dir} was begun with (digest {digest}, checkpoint "
+                f"{state['digests'][name]}): restore it, or use another output_dir."
+            )
+    if recipe.corpus.streaming and state["num_processes"] != accelerator.num_processes:
+        raise RecipeError(
+            f"a streamed corpus is shared out among processes: continue with {state['num_processes']}, not "
+            f"{accelerator.num_processes}."
+        )
+    accelerator.print(f"continuing from {checkpoint}")
+    return checkpoint, state
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:
+    """The model, new or from a checkpoint, in fp32."""
+    if checkpoint is not None:
+        return MaeLmForMaskedLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("mask", "pad", "bos", "eos")}
+    settings = {"max_position_embeddings": recipe.data.max_length} | recipe.model
+    if settings["max_position_embeddings"] < recipe.data.max_length:
+        raise RecipeError("model.max_position_embeddings is below data.max_length: raise it, or shorten the blocks.")
+    try:
+        return MaeLmForMaskedLM(MaeLmConfig(vocab_size=len(tokenizer), **ids, **settings))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"model: {error}") from None
+
+
+def versions() -> dict[str, str]:
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
