@@ -153,10 +153,7 @@ def build(out: Path, only: tuple[str, ...] | None = None) -> dict:
 
 
 def _extract(name: str, work: Path) -> dict:
-    """Fetches one source and writes its documents, cleaned;
-
-    finds them where that is done. Returns its manifest entry.
-    """
+    """Fetches one source and writes its documents, or finds them written. Returns its manifest entry."""
     text_file, facts_file = work / f"{name}.jsonl", work / f"{name}.json"
     if facts_file.is_file():
         return json.loads(facts_file.read_text("utf-8"))

@@ -52,10 +52,7 @@ COMMON = frozenset(COMMON_WORDS.split())
 
 
 def rst_prose(text: str) -> str:
-    """Prose of reStructuredText:
-
-    no directives' arguments and options, literal blocks, tables, targets and underlines.
-    """
+    """Prose of reStructuredText without directives, literal blocks, tables, targets and underlines."""
     kept: list[str] = []
     skip_deeper_than: int | None = None
     for line in text.expandtabs(8).split("\n"):
@@ -104,10 +101,7 @@ def markdown_prose(text: str) -> str:
 
 
 def pod_prose(text: str) -> str:
-    """Prose of Perl's POD:
-
-    no commands but headings and items, no verbatim (indented) paragraphs, X<...> markup resolved.
-    """
+    """Prose of Perl's POD: no commands but headings and items, no verbatim paragraphs, codes like B<...> resolved."""
     kept, hidden = [], False
     for paragraph in re.split(r"\n\s*\n", text):
         command = re.match(r"=(\w+)\s*", paragraph)
@@ -172,10 +166,7 @@ def read_wordnet(folder: Path) -> Iterator[str]:
 
 
 def read_austen(folder: Path) -> Iterator[str]:
-    """Chapters of the novels in an R data base:
-
-    chunks of a length and a zlib stream, each a character vector of lines.
-    """
+    """Chapters of novels in an R data base: chunks of a length and a zlib stream, each a character vector of lines."""
     data = (folder / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb").read_bytes()
     while len(data) > 4:
         stream = zlib.decompressobj()
@@ -186,10 +177,7 @@ def read_austen(folder: Path) -> Iterator[str]:
 
 
 def _r_strings(chunk: bytes) -> Iterator[str]:
-    """Strings of a serialised R character vector:
-
-    each a CHARSXP header (type 9), a length, the bytes. NA has length -1.
-    """
+    """Strings of a serialised R character vector: CHARSXP header (type 9), length, bytes. NA has length -1."""
     position = chunk.find(b"\x00\x00\x00\x10") + 8  # STRSXP flags, vector length
     while position + 8 <= len(chunk) and chunk[position + 3] == 9:
         length = max(0, struct.unpack_from(">i", chunk, position + 4)[0])

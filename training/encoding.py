@@ -96,13 +96,9 @@ class LengthGroupedBatches(Sampler[int]):
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, pool_batches: int = 50) -> None:
-        self.lengths, self.batch_size, self.seed, self.pool = (
-            np.asarray(lengths),
-            batch_size,
-            seed,
-            pool_batches * batch_size,
-        )
-        self.epoch = 0
+        self.lengths = np.asarray(lengths)
+        self.batch_size, self.pool = batch_size, pool_batches * batch_size
+        self.seed, self.epoch = seed, 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -124,10 +120,7 @@ class LengthGroupedBatches(Sampler[int]):
 
 
 class PadToLongest:
-    """Pads a batch to its longest example:
-
-    ids with the pad token, labels of tokens with -100. Returns tensors (batch, longest).
-    """
+    """Pads a batch to its longest example, labels of tokens with -100. Returns tensors (batch, longest)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, multiple: int = 1) -> None:
         if tokenizer.pad_token_id is None:

@@ -24,6 +24,7 @@ from training import finetune_report as report
 from training.console import console, help_text
 from training.finetune_data import DataOptions, known_tasks
 from training.finetune_grid import Plan, run_cell_of, run_task
+from training.metrics import offline_if_unreachable
 
 # The grid nearest to the paper's: AMOS and COCO-LM (see finetune_data.EPOCHS).
 PAPER_LEARNING_RATES = (1e-5, 2e-5, 3e-5, 4e-5)
@@ -124,7 +125,10 @@ def run(
             "token_column": token_column,
             "tag_column": tag_column,
         }
-        done = [run_task(model, DataOptions(name, **options), plan, out) for name in task.split(",")]
+        with offline_if_unreachable() as reason:
+            if reason:
+                console.print(f"working offline: {reason}")
+            done = [run_task(model, DataOptions(name, **options), plan, out) for name in task.split(",")]
     except (ValueError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

@@ -82,10 +82,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """The cell's file name:
-
-        what differs in words, and a digest of everything but the folder the model happens to lie in.
-        """
+        """The cell's file name: what differs in words, and a digest of all but the folder the model lies in."""
         digest = _digest({name: value for name, value in asdict(self).items() if name != "model"})
         if self.mode == "frozen":
             return f"frozen_seed{self.seed}_{digest}"
@@ -102,10 +99,7 @@ def _digest(value: dict | list) -> str:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint;
-
-    ValueError, one line, where there is none or its ids do not fit the embedding matrix.
-    """
+    """The tokenizer of a checkpoint; ValueError where there is none, or its ids do not fit the embedding matrix."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -242,10 +236,7 @@ def _first_output(logits, _labels):
 
 
 def training_arguments(cell: Cell, work: Path, data: TaskData, quiet: bool) -> TrainingArguments:
-    """The small-data recipe (Mosbach and others 2021;
-
-    Zhang and others 2021): bias-corrected AdamW, warm-up, linear decay.
-    """
+    """Small-data recipe (Mosbach and others, Zhang and others 2021): bias-corrected AdamW, warm-up, linear decay."""
     return TrainingArguments(
         output_dir=str(work),
         per_device_train_batch_size=cell.batch_size,
@@ -337,10 +328,7 @@ def _glue_name(data: TaskData) -> str | None:
 
 
 def _write_predictions(folder: Path, data: TaskData, predictions: dict, encoded: dict) -> None:
-    """Predictions of unlabelled splits in the caller's order:
-
-    TSV `index, prediction` (GLUE's submission form), JSON for SQuAD.
-    """
+    """Predictions of unlabelled splits in the caller's order: GLUE's submission form, JSON for SQuAD."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, (output, order) in predictions.items():
         if data.kind == "squad":

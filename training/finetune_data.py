@@ -155,10 +155,7 @@ def data_digest(data: TaskData) -> str:
 
 
 def model_digest(model: str) -> str:
-    """What identifies a checkpoint:
-
-    sha256 of a folder's safetensors, config and tokenizer, or the commit of a Hub checkpoint.
-    """
+    """sha256 of a folder's safetensors, config and tokenizer, or the commit of a Hub checkpoint."""
     folder = Path(model)
     if folder.is_dir():
         digest = hashlib.sha256()

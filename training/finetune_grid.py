@@ -76,10 +76,7 @@ def _report_unlabelled(data) -> None:
 
 
 def _choices(model: str, digest: str, data, plan: Plan, folder: Path) -> dict:
-    """What is decided once for all cells, and kept:
-
-    a kernel measured anew could change a repeated cell's last digits.
-    """
+    """Decided once for all cells and kept: a kernel measured anew could change a repeated cell's last digits."""
     file = folder / "choices.json"
     asked = {"model_digest": digest, "data_digest": data_digest(data), "max_length": plan.max_length}
     asked |= {"attention": plan.attention, "precision": plan.precision}
@@ -127,7 +124,7 @@ def _decide(model: str, data, plan: Plan) -> dict:
     if plan.attention != "auto":
         attention, attention_reason = plan.attention, f"attention {plan.attention}: as asked"
     else:
-        network = load_model(model, data).to("cuda" if torch.cuda.is_available() else "cpu")
+        network = load_model(model, data).to(torch.accelerator.current_accelerator() or "cpu")
         by_length, size = encoded.lengths.argsort(kind="stable"), plan.batch_sizes[0]
         starts = [max(0, int(share * len(by_length)) - size // 2) for share in (0.25, 0.5, 0.9)]
         batches = [[encoded.examples[i] for i in by_length[start : start + size]] for start in starts]
@@ -166,7 +163,7 @@ def _run_cells(cells: list, options: DataOptions, plan: Plan, folder: Path) -> i
     jobs = min(plan.jobs or max(1, devices), max(1, len(cells)))
     specs = {cell.id: _specification(cell, options, plan, folder) for cell in cells}
     failed = 0
-    if jobs == 1:
+    if jobs == 1 and devices <= 1:  # with several GPUs in sight Trainer would split every batch over them
         for number, cell in enumerate(cells, 1):
             console.print(f"cell {number} of {len(cells)}: {cell.id}")
             _finish(cell, run_cell_of(specs[cell.id], plan.quiet), folder)

@@ -41,7 +41,7 @@ def compute_features(
 
     For tagging `{"train/words": (words, hidden), "train/tags": (words)}`. No dropout, no gradients.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     with quiet_loading():
         model, loaded = AutoModel.from_pretrained(
             model_name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True

@@ -6,10 +6,11 @@
 long wait and then an error, so one short probe decides, and `Metrics.reason` says what was chosen and why.
 """
 
+import contextlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -41,6 +42,33 @@ def hub_answers() -> tuple[bool, str]:
     except (OSError, ValueError) as error:
         return False, f"the Hub does not answer ({getattr(error, 'reason', error)})"
     return True, "the Hub answers"
+
+
+@contextlib.contextmanager
+def offline_if_unreachable() -> Iterator[str | None]:
+    """Tells the Hub's libraries where the Hub does not answer, and yields the reason: each would ask six times first."""
+    reachable, reason = hub_answers()
+    if reachable:
+        yield None
+        return
+    import datasets
+    import huggingface_hub.constants
+
+    before = os.environ.get("HF_HUB_OFFLINE")
+    switches = (huggingface_hub.constants, datasets.config)
+    kept = [switch.HF_HUB_OFFLINE for switch in switches]
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of cells
+    for switch in switches:
+        switch.HF_HUB_OFFLINE = True
+    try:
+        yield reason
+    finally:
+        for switch, value in zip(switches, kept, strict=True):
+            switch.HF_HUB_OFFLINE = value
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
 
 
 class Metrics:
@@ -80,10 +108,7 @@ class Metrics:
             self._modules = {name: evaluate.load(hub_name.get(name, name)) for name in names}
 
     def __call__(self, predictions: Sequence, references: Sequence) -> dict[str, float]:
-        """`{name:
-
-        value}`. Class metrics take ids (n,), correlations numbers (n,), entity metrics lists of tag lists.
-        """
+        """`{name: value}`; class metrics take ids (n,), correlations numbers (n,), entity metrics n lists of tags."""
         results: dict[str, float] = {}
         for name in self.names:
             if name in self._modules:

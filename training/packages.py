@@ -23,10 +23,7 @@ FETCH_TIMEOUT_SECONDS = 600
 
 
 class PackageError(RuntimeError):
-    """A package could not be had:
-
-    its client is missing, the registry did not answer, or the archive is not as expected.
-    """
+    """A package could not be had: no client, no answer of the registry, or an archive that is not as expected."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A fetched package:
-
-    where its files lie, what came (archive name, bytes, sha256), and what a Debian package depends on.
-    """
+    """A fetched package: where its files lie, what came (name, bytes, sha256), what a Debian package depends on."""
 
     path: Path
     archive: str
@@ -90,10 +84,7 @@ def fetch_package(package: Package, cache: Path) -> Unpacked:
 
 
 def fetch_followed(package: Package, follow: str, cache: Path) -> Unpacked:
-    """Fetches the package that `package`, a metapackage, depends on and whose name begins with `follow`:
-
-    linux-doc -> linux-doc-6.1.
-    """
+    """Fetches the dependency of a metapackage whose name begins with `follow`: linux-doc leads to linux-doc-6.1."""
     parent = fetch_package(package, cache)
     for name in (part.split()[0] for part in parent.depends.split(",") if part.strip()):
         if name.startswith(follow):

@@ -328,10 +328,7 @@ def answer_question(
     context: str,
     may_be_unanswerable: bool = False,
 ) -> Answer:
-    """Answers one question with a fine-tuned model;
-
-    stands in for the question-answering pipeline that transformers 5 dropped.
-    """
+    """Answers one question; stands in for the question-answering pipeline that transformers 5 dropped."""
     split = QuestionSplit("question", [Question("0", question, context)], may_be_unanswerable)
     max_length = min(MAX_LENGTH, getattr(model.config, "max_position_embeddings", MAX_LENGTH))
     encoded = encode_questions(split, tokenizer, max_length)

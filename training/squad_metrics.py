@@ -23,10 +23,7 @@ def normalise(text: str) -> str:
 
 
 def exact_match(prediction: str, gold: Sequence[str]) -> float:
-    """1.0 where the prediction equals one of the gold answers in SQuAD's form;
-
-    an unanswerable question has the one answer "".
-    """
+    """1.0 where the prediction equals a gold answer in SQuAD's form; an unanswerable question has the one answer ""."""
     return float(any(normalise(prediction) == normalise(answer) for answer in _gold(gold)))
 
 

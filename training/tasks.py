@@ -98,10 +98,7 @@ def read_bbc(files: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_spam(files: Path) -> Iterator[tuple[str, str]]:
-    """Subject and body only:
-
-    the headers name the mailing list and the filter's own verdict, which give the label away.
-    """
+    """Subject and body only: headers name the mailing list and the filter's own verdict, which give the label away."""
     for path in sorted((files / "package/data").glob("*/*.json")):
         message = email.message_from_string(json.loads(path.read_text("utf-8"))["text"], policy=email.policy.compat32)
         body = next((part for part in message.walk() if part.get_content_maintype() == "text"), None)
@@ -113,10 +110,7 @@ def read_spam(files: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_brown_tags(files: Path) -> Iterator[tuple[str, list[list[tuple[str, str]]]]]:
-    """Brown's tags, base form:
-
-    the marks for headline (-hl), title (-tl), citation (-nc) and foreign word (fw-) are dropped.
-    """
+    """Brown's tags without the marks of headline (-hl), title (-tl), citation (-nc) and foreign word (fw-)."""
     for path in sorted((files / "package").glob("c[a-r][0-9][0-9]")):
         sentences = []
         for line in path.read_text("utf-8", errors="replace").splitlines():
