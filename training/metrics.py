@@ -46,7 +46,7 @@ def hub_answers() -> tuple[bool, str]:
 
 @contextlib.contextmanager
 def offline_if_unreachable() -> Iterator[str | None]:
-    """Tells the Hub's libraries where the Hub does not answer, and yields the reason: each would ask six times first."""
+    """Tells the Hub's libraries where the Hub does not answer, and yields the reason: each would ask six times."""
     reachable, reason = hub_answers()
     if reachable:
         yield None
