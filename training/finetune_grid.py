@@ -242,7 +242,11 @@ def _deciding(result: dict) -> str:
 def _write_results(out: Path, task: str, model: str, digest: str, data, choices: dict) -> None:
     file = out / "results.json"
     results = report.load_results(out) if file.is_file() else {"schema": report.SCHEMA, "model": model, "tasks": {}}
-    results |= {"model_digest": digest, "command": "python -m training.finetune " + " ".join(sys.argv[1:])}
+    results |= {
+        "model": model,
+        "model_digest": digest,
+        "command": "python -m training.finetune " + " ".join(sys.argv[1:]),
+    }
     results["environment"] = report.environment()
     cells = [json.loads(path.read_text("utf-8")) for path in sorted((out / task / "cells").glob("*.json"))]
     cells = [cell for cell in cells if cell["cell"]["data_digest"] == choices["data_digest"]]
