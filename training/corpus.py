@@ -58,11 +58,14 @@ def load_corpus(section: CorpusSection, cache_dir: Path) -> Corpus:
     Raises:
         CorpusError: the source does not exist, has no such column, or is empty.
     """
-    if section.source == "docstrings":
+    if section.source.split(":")[0] == "docstrings":
+        only = tuple(section.source.split(":")[1].split(",")) if ":" in section.source else ()
         packages = installed_packages()
-        key = _digest_of({"docstrings": packages, "python": sys.version, "minimum": MINIMUM_DOCSTRING})
+        key = _digest_of({"docstrings": packages, "only": only, "python": sys.version, "minimum": MINIMUM_DOCSTRING})
         about = f"docstrings of the standard library and of {len(packages)} installed packages"
-        return _cached(key, cache_dir, docstrings, about)
+        if only:
+            about = f"docstrings of {', '.join(only)}"
+        return _cached(key, cache_dir, lambda: docstrings(only), about)
     path = Path(section.source).expanduser()
     files = _text_files(path)
     if files:
@@ -88,16 +91,17 @@ def installed_packages() -> list[str]:
     return sorted({f"{package.metadata['Name']}=={package.version}" for package in metadata.distributions()})
 
 
-def docstrings() -> Iterator[str]:
+def docstrings(only: tuple[str, ...] = ()) -> Iterator[str]:
     """Unique docstrings longer than 200 characters of the standard library and of the installed packages.
 
+    ``only`` restricts them to some top-level packages, ``stdlib`` being the standard library.
     Read with `ast` from the source files, never imported, in the order of paths and lines. The files are parsed by one
     process a core.
     """
     workers = os.cpu_count() or 1
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "training.corpus", str(worker), str(workers)],
+            [sys.executable, "-m", "training.corpus", "docstrings", str(worker), str(workers), *only],
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
             text=True,
@@ -109,7 +113,7 @@ def docstrings() -> Iterator[str]:
     try:
         # Files go round the workers, so reading the pipes round restores the order of files.
         lines = [process.stdout for process in processes]
-        for number in range(len(source_files())):
+        for number in range(len(source_files(only))):
             line = lines[number % workers].readline()
             if not line:
                 raise CorpusError("a process that reads docstrings ended early; its message is above.")
@@ -124,18 +128,32 @@ def docstrings() -> Iterator[str]:
             process.wait()
 
 
-def source_files() -> list[Path]:
-    """Python files of the standard library and of site-packages, in a fixed order."""
+def source_files(only: tuple[str, ...] = ()) -> list[Path]:
+    """Python files of the standard library and of site-packages, in a fixed order.
+
+    Raises:
+        CorpusError: a name in ``only`` has none.
+    """
     paths = sysconfig.get_paths()
     roots = list(dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib")))
-    files = []
+    files, missing = [], set(only)
     for root in roots:
         found = []
         for folder, subfolders, names in os.walk(root):
             nested = {"__pycache__"} | ({"site-packages", "dist-packages"} if Path(folder) == roots[0] else set())
             subfolders[:] = [name for name in subfolders if name not in nested]
             found += [Path(folder, name) for name in names if name.endswith(".py")]
-        files += sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        relative = {file: file.relative_to(root) for file in found}
+        if only:
+            names = {
+                file: "stdlib" if root == roots[0] else path.parts[0].removesuffix(".py")
+                for file, path in relative.items()
+            }
+            found = [file for file in found if names[file] in only]
+            missing -= {names[file] for file in found}
+        files += sorted(found, key=lambda file: relative[file].as_posix())
+    if missing:
+        raise CorpusError(f"no Python files of {', '.join(sorted(missing))} are installed: name top-level packages.")
     return files
 
 
@@ -169,10 +187,10 @@ def docstrings_of_file(path: Path) -> list[str]:
     return found
 
 
-def _print_docstrings(worker: int, workers: int) -> None:
+def _print_docstrings(worker: int, workers: int, only: tuple[str, ...] = ()) -> None:
     """One JSON line a file, for every file of this worker."""
     sys.stdout.reconfigure(encoding="utf-8")
-    for path in source_files()[worker::workers]:
+    for path in source_files(only)[worker::workers]:
         print(json.dumps(docstrings_of_file(path)))
 
 
@@ -316,7 +334,7 @@ def _build(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["build"] or len(sys.argv) != 3:
-        _build(sys.argv[2:] if sys.argv[1:2] == ["build"] else ["--help"])
+    if sys.argv[1:2] == ["docstrings"]:  # one of the processes that docstrings() starts
+        _print_docstrings(int(sys.argv[2]), int(sys.argv[3]), tuple(sys.argv[4:]))
     else:
-        _print_docstrings(int(sys.argv[1]), int(sys.argv[2]))
+        _build(sys.argv[2:] if sys.argv[1:2] == ["build"] else ["--help"])

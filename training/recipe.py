@@ -26,7 +26,7 @@ class RecipeError(ValueError):
 class CorpusSection:
     """Where text comes from (see :mod:`training.corpus`)."""
 
-    source: str = "docstrings"  # or a text file, a folder of text files, a `datasets` name or folder
+    source: str = "docstrings"  # or docstrings:stdlib,torch, a text file, a folder of them, a `datasets` name or folder
     config: str | None = None  # configuration of a `datasets` name
     split: str = "train"
     text_column: str = "text"

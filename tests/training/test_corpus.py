@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 from pathlib import Path
 
 import datasets
@@ -72,33 +71,26 @@ class TestDocstrings:
         assert any("transformers" in path.parts for path in files)
         assert files == source_files()
 
-    def test_the_corpus_is_their_unique_docstrings_in_order(self, tmp_path, monkeypatch):
-        """On a few real packages: the whole is minutes of work on a slow machine."""
-        import training.corpus as module
-
-        few = [path for path in source_files() if path.parent.name in ("json", "email", "accelerate")]
-        monkeypatch.setattr(module, "source_files", lambda: few)
-        # The reading processes import the module anew, so they are told the same list.
-        driver = tmp_path / "driver.py"
-        listing = json.dumps([str(path) for path in few])
-        driver.write_text(
-            "import sys, json, training.corpus as module\nfrom pathlib import Path\n"
-            f"module.source_files = lambda: [Path(p) for p in json.loads({listing!r})]\n"
-            "module._print_docstrings(int(sys.argv[-2]), int(sys.argv[-1]))\n"
-        )
-        popen = module.subprocess.Popen
-
-        def start(command, **settings):
-            root = settings["cwd"]
-            return popen([command[0], str(driver), *command[-2:]], env={"PYTHONPATH": str(root)}, **settings)
-
-        monkeypatch.setattr(module.subprocess, "Popen", start)
-        found, corpus = texts(CorpusSection(), tmp_path / "cache")
-        expected = dict.fromkeys(text for path in few for text in docstrings_of_file(path))
-        assert found == list(expected)
-        assert len(found) > 100
-        again = load_corpus(CorpusSection(), tmp_path / "other-cache")
+    def test_the_corpus_is_their_unique_docstrings_in_order(self, tmp_path):
+        """Of a few real packages: the whole is minutes of work on a slow machine."""
+        found, corpus = texts(CorpusSection(source="docstrings:accelerate,torchmetrics"), tmp_path / "cache")
+        files = source_files(("accelerate", "torchmetrics"))
+        assert {name for path in files for name in path.parts} >= {"accelerate", "torchmetrics"}
+        assert not any("transformers" in path.parts for path in files)
+        every = [text for path in files for text in docstrings_of_file(path)]
+        assert found == list(dict.fromkeys(every))
+        assert len(every) > len(found) > 100  # some are there twice
+        again = load_corpus(CorpusSection(source="docstrings:accelerate,torchmetrics"), tmp_path / "other-cache")
         assert again.digest == corpus.digest
+
+    def test_the_standard_library_alone(self):
+        files = source_files(("stdlib",))
+        assert any(path.name == "argparse.py" for path in files)
+        assert not any("site-packages" in path.parts for path in files)
+
+    def test_a_package_that_is_not_there(self, tmp_path):
+        with pytest.raises(CorpusError, match="no Python files of no_such_package"):
+            load_corpus(CorpusSection(source="docstrings:no_such_package"), tmp_path / "cache")
 
 
 class TestTextFiles:
