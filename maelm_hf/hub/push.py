@@ -5,10 +5,11 @@
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from huggingface_hub import CommitInfo, HfApi, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
 # httpx's base class, whichever httpx the installed huggingface_hub speaks through.
 from huggingface_hub.errors import HTTPError
@@ -21,7 +22,7 @@ FIRST_WAIT = 1.0  # seconds, doubled after every try, unless the server says how
 LONGEST_WAIT = 60.0
 TEMPORARY = (408, 429, 500, 502, 503, 504)
 # Of an earlier upload in other shards, which would stay beside the new one.
-OLD_WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
+OLD_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 
 
 class PublishError(OSError):
@@ -64,17 +65,23 @@ def push_folder(
             repo_id,
             lambda: api.create_branch(repo_id, branch=revision, exist_ok=True),
         )
-    return _try(
-        "upload the folder",
-        repo_id,
-        lambda: api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=commit_message,
-            delete_patterns=OLD_WEIGHTS,
-        ),
-    )
+    return _try("upload the folder to", repo_id, lambda: _commit(api, folder, repo_id, revision, commit_message))
+
+
+def _commit(api: HfApi, folder: Path, repo_id: str, revision: str | None, message: str) -> CommitInfo:
+    """Not `upload_folder`: it splits a slow upload into several commits, and half a model would be there to load."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    folders = {PurePosixPath(name).parent for name in files if name.endswith(".safetensors")}
+    old = [
+        name
+        for name in api.list_repo_files(repo_id, revision=revision)
+        if name not in files
+        and PurePosixPath(name).parent in folders
+        and any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in OLD_WEIGHTS)
+    ]
+    operations = [CommitOperationDelete(path_in_repo=name) for name in old]
+    operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
+    return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
 
 
 def _try(action: str, repo_id: str, call: Callable[[], Result]) -> Result:

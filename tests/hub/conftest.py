@@ -51,31 +51,44 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+class FreshPython:
+    """Fresh processes, offline unless told otherwise, in a folder of their own and with a cache of their own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "elsewhere").mkdir()
+
+    def start(self, script: str, *arguments: str, package: bool = False, **environment: str) -> subprocess.Popen:
+        env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+        env |= {"HF_HOME": str(self.folder / "hf_home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", script if package else WITHOUT_PACKAGE + script, *arguments],
+            cwd=self.folder / "elsewhere",
+            env=env | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def output(self, script: str, *arguments: str, **options) -> tuple[str, str]:
+        """What the script wrote to stdout and stderr, after it ended well."""
+        process = self.start(script, *arguments, **options)
+        try:
+            stdout, stderr = process.communicate(timeout=150)
+        finally:
+            process.kill()
+        assert process.returncode == 0, stderr[-4000:]
+        return stdout, stderr
+
+    def __call__(self, script: str, *arguments: str, **options) -> dict:
+        """The line of JSON that the script printed last."""
+        return json.loads(self.output(script, *arguments, **options)[0].strip().splitlines()[-1])
+
+
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs a script in a fresh process, offline, in a folder of its own, with the package unknown unless asked for.
-
-    The script prints one line of JSON last, which is returned.
-    """
-
-    def run(script: str, *arguments: str, package: bool = False, **environment: str) -> dict:
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir(exist_ok=True)
-        env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-        env |= {"HF_HOME": str(tmp_path / "hf_home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        code = script if package else WITHOUT_PACKAGE + script
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code, *arguments],
-            cwd=elsewhere,
-            env=env | environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.strip().splitlines()[-1])
-
-    return run
+    """Runs scripts in fresh processes to which the package is unknown, unless `package=True`."""
+    return FreshPython(tmp_path)
 
 
 @pytest.fixture(scope="session")
