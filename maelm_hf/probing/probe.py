@@ -206,10 +206,11 @@ def _forward(module: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Eval mode and a random state of its own; both are put back."""
+    """Eval mode and a fixed random state of its own (ViT-MAE draws even in eval mode); both are put back."""
     training = {name: child.training for name, child in module.named_modules()}
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(0)
         module.eval()
         try:
             yield

@@ -214,13 +214,18 @@ class RepresentationMoments(Metric):
         return matrix
 
     def singular_values(self, *, centred: bool = False, blocks: Sequence[int] | None = None) -> Tensor:
-        """Singular values (dim,) of the matrix of tokens, largest first; float64, on the CPU for mps."""
+        """Singular values (dim,) of the matrix of tokens, largest first; float64, on the CPU for mps.
+
+        Eigenvalues of the second moment carry rounding of ``dim * eps`` times the largest. Singular values below the
+        square root of that (4e-7 of the largest at dim 768) cannot be told from 0, and are 0.
+        """
         matrix = self.second_moment(centred=centred, blocks=blocks)
         count = round((self.count if blocks is None else self.count[list(blocks)]).sum().item())
         if matrix.device.type == "mps":
             matrix = matrix.cpu().double()
         values = torch.linalg.eigvalsh(matrix).flip(0).clamp(min=0).sqrt()
-        values[max(0, count - centred) :] = 0  # fewer tokens than dimensions: what is left there is rounding
+        values[max(0, count - centred) :] = 0  # fewer tokens than dimensions leave the rest empty
+        values[values < math.sqrt(self.dim * torch.finfo(self.second.dtype).eps) * values[0]] = 0
         return values
 
     def merge(self, *others: Self | Mapping[str, Tensor]) -> Self:
@@ -236,8 +241,17 @@ class RepresentationMoments(Metric):
                     )
             for name in self._defaults:
                 getattr(self, name).add_(state[name].to(getattr(self, name)))
-            self._update_count += 1
+            self._changed()
         return self
+
+    def _changed(self) -> None:
+        """Tell torchmetrics that there are sums, and that what compute returned before is out of date."""
+        self._update_count += 1
+        self._computed = None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._changed()
 
     def joined(self, blocks: int) -> RepresentationMoments:
         """A copy with fewer blocks, neighbours added up."""

@@ -44,7 +44,7 @@ def rank_by_layer(frame: pd.DataFrame, title: str, rank_label: str) -> Figure:
     if not frame["effective_rank_settled"].all():
         handles.append(Line2D([], [], linestyle="", marker="o", markerfacecolor="white", color="#555555"))
         labels.append("not settled: more tokens needed")
-    axes.legend(handles, labels, frameon=False, fontsize=9)
+    axes.legend(handles, labels, frameon=False, fontsize=9, handlelength=3.2)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -62,7 +62,7 @@ def spectra_by_layer(frame: pd.DataFrame, spectra: Mapping[str, Tensor], title: 
         for population in _present(frame):
             values = spectra.get(f"{kind}/{layer}/{population}")
             if values is not None and values[0] > 0:
-                share = (values / values[0]).numpy()
+                share = (values[values > 0] / values[0]).numpy()
                 axes.plot(
                     np.arange(1, len(share) + 1), share, STYLES[population], color=COLOURS[population], label=population
                 )
@@ -106,7 +106,7 @@ def compare_ranks(frames: Sequence[pd.DataFrame], labels: Sequence[str], rank_la
         panels[1].axhline(0, color="#999999", lw=0.8)
         panels[1].set_ylabel(f"rank(masked/all) - rank(unmasked) ({unit})")
         panels[1].set_title("Rank deficiency", fontsize=10)
-    panels[0].legend(handles, names, frameon=False, fontsize=9)
+    panels[0].legend(handles, names, frameon=False, fontsize=9, handlelength=3.2)
     panels[0].set_title(rank_label, fontsize=10)
     for axes in panels:
         if len(depths) > 1:
@@ -115,6 +115,8 @@ def compare_ranks(frames: Sequence[pd.DataFrame], labels: Sequence[str], rank_la
             _layer_axis(axes, frames[0])
         _tidy(axes)
         _at_least(axes, 0.05 if len(widths) > 1 else 0.05 * max(widths))
+        if len(widths) == 1:
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

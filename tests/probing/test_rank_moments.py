@@ -107,6 +107,18 @@ def test_ill_conditioned_matrix_agrees_with_an_all_float64_reference():
                 assert effective_rank(found, tau, power) == effective_rank(reference, tau, power)
 
 
+def test_a_direction_that_no_token_has_is_zero_and_not_rounding():
+    rng = np.random.default_rng(0)
+    basis, _ = np.linalg.qr(rng.standard_normal((24, 24)))
+    tokens = rng.standard_normal((500, 23)) @ basis[:23]
+    moments = RepresentationMoments(24)
+    moments.update(torch.from_numpy(tokens)[:, None])
+    values = moments.singular_values()
+    assert values[-1] == 0
+    assert values[-2] > 1
+    assert moments.numbers()["condition_number_raw"] == float("inf")
+
+
 def test_half_precision_tokens_are_summed_in_float64():
     hidden = torch.randn(64, 32, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     moments = RepresentationMoments(16)
@@ -138,6 +150,9 @@ def test_state_dict_restores_everything(batch):
     restored = RepresentationMoments(20)
     restored.load_state_dict(moments.state_dict())
     assert restored.compute() == moments.compute()
+    restored.merge(moments)  # what was computed before is not handed out again
+    assert restored.compute()["mean_cosine"] != moments.compute()["mean_cosine"]
+    assert restored.tokens == 2 * moments.tokens
 
 
 def test_merge_joins_objects_and_saved_states(batch):

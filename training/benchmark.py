@@ -1,0 +1,19 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Speed and memory, side by side with what people use today, in one run: ``python -m training.benchmark NAME``."""
+
+import typer
+
+from training.benchmark_probe import probe
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.command("probe")(probe)
+
+
+@app.callback()
+def benchmark() -> None:
+    """Each command prints a table and writes it as JSON and CSV, with date, hardware, dtype and settings."""
+
+
+if __name__ == "__main__":
+    app()
