@@ -110,9 +110,9 @@ def load_optimizer_tensors(
 def _placed_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if value.ndim == 0:
         # AdamW's step count: on the CPU unless the fused kernel wants it beside its parameter.
-        return value.to(parameter.device)
+        return value.to(parameter.device, copy=True)
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value.to(parameter.device)
+    return value.to(parameter.device, copy=True)

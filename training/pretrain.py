@@ -219,6 +219,8 @@ class Pretraining:
                 accelerator.backward(loss)
             losses.append(loss.detach())
         norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm)
+        if hasattr(norm, "full_tensor"):  # of sharded gradients
+            norm = norm.full_tensor()
         mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
         # The step's one transfer from the device.
         loss, norm, hidden_tokens, tokens, positions, stop = torch.stack(
