@@ -38,9 +38,13 @@ class ProbeBatch:
     masked_ids: Tensor | None = None
     is_mask: Tensor | None = None
 
-    def to(self, device: torch.device) -> ProbeBatch:
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> ProbeBatch:
+        """On the model's device, floating-point inputs (pixels, features) in its dtype."""
+
         def move(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
         inputs = (
             {key: move(value) for key, value in self.inputs.items()}

@@ -151,7 +151,7 @@ def accumulate(
 
     The module is in eval mode meanwhile; its modes and the random state are as before afterwards, also after an error.
     """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    probed = ProbedModel(module, type(module).__name__)
     mask_share = encoder_mask_fraction(module)
     moments: dict[tuple[str, str], RepresentationMoments] = {}
     # For the forward pass that runs: which tokens each population counts, and which ones enter the model at all.
@@ -179,7 +179,7 @@ def accumulate(
 
     with _undisturbed(module), capture_hidden_states(module, on_hidden, layers) as positions:
         for batch in batches:
-            batch, index = batch.to(device), batch.index
+            batch, index = batch.to(probed.device, probed.dtype), batch.index
             populations, entering = {UNMASKED: batch.counted}, None
             _forward(module, batch.inputs)
             if batch.masked_ids is not None:
@@ -206,15 +206,22 @@ def _forward(module: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Eval mode and a fixed random state of its own (ViT-MAE draws even in eval mode); both are put back."""
+    """Eval mode, a fixed random state, and ViT-MAE hiding no patch (in eval mode it does); all is put back."""
     training = {name: child.training for name, child in module.named_modules()}
+    config = getattr(module, "config", None)
+    hides_patches = getattr(config, "model_type", None) == "vit_mae"
+    mask_ratio = config.mask_ratio if hides_patches else None
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(0)
         module.eval()
+        if hides_patches:
+            config.mask_ratio = 0.0
         try:
             yield
         finally:
+            if hides_patches:
+                config.mask_ratio = mask_ratio
             for name, child in module.named_modules():
                 child.training = training[name]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .rank import RepresentationMoments
 from .resampling import FEWEST_BLOCKS, block_bootstrap_interval, is_settled, pseudo_values
-from .spectrum import effective_rank, entropy_effective_rank, interpolated_effective_rank
+from .spectrum import alpha_req_fit_range, effective_rank, entropy_effective_rank, interpolated_effective_rank
 
 UNMASKED, MASKED, REAL, MASK = "unmasked", "masked/all", "masked/real", "masked/[MASK]"
 POPULATIONS = (UNMASKED, MASKED, REAL, MASK)
@@ -74,6 +74,7 @@ def rank_table(
                         row |= _deficiency(measured, settings["seed"])
                     if name == MASK and REAL in populations:
                         row |= _containment(populations[REAL], sums, settings)
+                    row["alpha_req_fit_range"] = "{}-{}".format(*alpha_req_fit_range(sums.dim))
                     rows.append(row | _with_halves(one, sums.tokens, sums.dim))
                     spectra[f"raw/{layer}/{name}"], spectra[f"centred/{layer}/{name}"] = one.raw, one.centred
     return rows, spectra

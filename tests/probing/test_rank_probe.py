@@ -168,6 +168,31 @@ def test_images_with_a_processor():
     np.testing.assert_allclose(report.spectrum("layernorm")[:-1], values[:-1], rtol=1e-4)
 
 
+def test_vit_mae_is_probed_with_every_patch():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.ViTMAEConfig(**sizes, image_size=32, patch_size=8, mask_ratio=0.75)
+    model = transformers.ViTMAEModel(config).eval()
+    batches = [{"pixel_values": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))}]
+    reports = [probe(model, None, batches) for _ in range(2)]
+    assert reports[0].rows[0]["tokens"] == 4 * (1 + 16)
+    for layer in reports[0].positions():
+        assert torch.equal(reports[0].spectrum(layer), reports[1].spectrum(layer))
+    assert config.mask_ratio == 0.75
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_bfloat16_model_is_near_its_float32_twin(kind):
+    if kind == "text":
+        reports = [probe(small_bert().to(dtype), word_tokenizer(), TEXTS) for dtype in (torch.float32, torch.bfloat16)]
+    else:
+        images = inputs_of(build("ViT"))
+        reports = [probe(build("ViT").to(dtype), None, [images]) for dtype in (torch.float32, torch.bfloat16)]
+    assert reports[1].settings["dtype"] == "bfloat16"
+    for one, other in zip(reports[0].rows, reports[1].rows, strict=True):
+        assert other["entropy_effective_rank"] == pytest.approx(one["entropy_effective_rank"], rel=0.03)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 def test_timm_model_with_image_batches():
     import timm

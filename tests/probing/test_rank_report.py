@@ -74,6 +74,7 @@ def test_every_number_has_its_half_and_a_flag(report):
     assert {"effective_rank", "rankme", "nesum", "stable_rank", "alpha_req", "mean_cosine"} <= set(numbers)
     for name in numbers:
         assert {name, f"{name}_half"} <= set(frame.columns)
+    assert set(frame["alpha_req_fit_range"]) == {"2-16"}
     for name in ("tokens", "dim", "tokens_per_dim", "effective_rank_low", "effective_rank_high"):
         assert frame[name].notna().all()
     assert frame["tokens_per_dim"].tolist() == pytest.approx((frame["tokens"] / frame["dim"]).tolist())
