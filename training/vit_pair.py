@@ -9,8 +9,9 @@ then measured layer by layer with `maelm_hf.probing.probe_attention` on crops of
 next to the encoder at random init. The same question is answered for one attention layer, on synthetic images, by
 `training/vit_theory.py`.
 
-    python -m training.vit_pair train   --out results/vit_pair   # a finished run is not repeated
-    python -m training.vit_pair measure --out results/vit_pair   # layers.csv and vit_pair.png
+    python -m training.vit_pair train        --out results/vit_pair      # a finished run is not repeated
+    python -m training.vit_pair measure      --out results/vit_pair      # layers.csv and vit_pair.png
+    python -m training.vit_pair photographs  --out runs/photographs      # all sixteen as files, for any probe
 """
 
 import argparse
@@ -21,13 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import ViTMAEConfig
 
 from maelm_hf._torchvision import make_torchvision_importable
+from maelm_hf.probing import probe_attention
 
 make_torchvision_importable()
 from transformers import ViTMAEForPreTraining, ViTMAEModel  # noqa: E402
@@ -77,8 +82,7 @@ def encoder_config(objective: str) -> ViTMAEConfig:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# images
+# Images
 
 
 def photograph(name: str) -> torch.Tensor:
@@ -92,7 +96,7 @@ def photograph(name: str) -> torch.Tensor:
 
         pixels = getattr(skimage.data, name)()
         pixels = pixels[0] if isinstance(pixels, tuple) else pixels  # the stereo pair: its left image
-    pixels = torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255
+    pixels = torch.from_numpy(np.array(pixels)).float() / 255
     if pixels.ndim == 2:
         return pixels.expand(3, -1, -1).contiguous()
     return pixels[..., :3].permute(2, 0, 1).contiguous()
@@ -136,8 +140,7 @@ def batch_of_crops(photographs: list[torch.Tensor], settings: Settings, rng: np.
     return [torch.stack([random_crop(r, settings.image_pixels, rng) for r in regions]) for _ in range(views)]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# objectives
+# Objectives
 
 
 class SimCLR(nn.Module):
@@ -213,8 +216,7 @@ def train(objective: str, seed: int, settings: Settings, photographs: list[torch
     return model.vit, curve
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# commands
+# Commands
 
 
 def train_all(out: Path, weights: Path, seeds: range, settings: Settings) -> None:
@@ -254,9 +256,65 @@ def load_encoder(path: Path) -> ViTMAEModel:
     return encoder.eval()
 
 
+def measure(out: Path, weights: Path, seeds: range, settings: Settings, images: int = 128) -> pd.DataFrame:
+    """Probe every trained encoder, and each seed's common start; a row an encoder, layer and head, to layers.csv."""
+    pixels = probed_images(images, settings)
+    frames = []
+    for seed in seeds:
+        checkpoints = {objective: weights / f"{objective}_seed{seed}.safetensors" for objective in OBJECTIVES}
+        missing = [path.name for path in checkpoints.values() if not path.exists()]
+        if missing:
+            print(f"seed {seed} is left out: {' and '.join(missing)} not trained yet")
+            continue
+        encoders = {"init": build("simclr", seed, settings).vit.eval()}
+        encoders |= {objective: load_encoder(path) for objective, path in checkpoints.items()}
+        for objective, encoder in encoders.items():
+            report = probe_attention(encoder, pixels, overlay_images=0, progress=False)
+            frames.append(report.to_dataframe().assign(objective=objective, seed=seed))
+    if not frames:
+        raise FileNotFoundError(f"{weights} holds no seed with both encoders: run the train command first")
+    frame = pd.concat(frames, ignore_index=True)
+    columns = ["objective", "seed", "layer_index", "head", *MEASURED]
+    frame[columns].to_csv(out / "layers.csv", index=False, float_format="%.5g", lineterminator="\n")
+    return frame[columns]
+
+
+MEASURED = (
+    *("diversity", "diversity_share", "pairwise_jensen_shannon", "distance", "distance_pixels", "entropy_share"),
+    *("mutual_information", "head_redundancy", "prefix_mass", "rollout_diversity", "fourier_log_amplitude"),
+)
+PANELS = (
+    ("diversity", "Attention diversity", "squared patches"),
+    ("distance", "Attention distance", "patches"),
+    ("mutual_information", "Mutual information", "normalised"),
+)
+NAMES = {"init": ("random init", "0.45"), "mae": ("MAE", "#0b5fa5"), "simclr": ("SimCLR", "#d1495b")}
+
+
+def draw(frame: pd.DataFrame) -> Figure:
+    """By layer: a thin line a seed (mean over heads), a thick one for the mean over seeds."""
+    figure = Figure(figsize=(11.5, 3.6), layout="constrained")
+    for axes, (number, title, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+        for objective, (name, color) in NAMES.items():
+            runs = frame[frame["objective"] == objective]
+            by_seed = runs.groupby(["seed", "layer_index"])[number].mean().unstack("seed")
+            axes.plot(by_seed.index, by_seed, color=color, linewidth=0.8, alpha=0.5)
+            axes.plot(
+                by_seed.index, by_seed.mean(axis=1), color=color, linewidth=2, marker="o", markersize=4, label=name
+            )
+        axes.set(title=title, xlabel="layer", ylabel=unit, ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.axes[0].legend(frameon=False)
+    seeds = frame["seed"].nunique()
+    figure.suptitle(f"6 x 192 ViT on photographs never trained on: mean over heads, {seeds} seed(s), thin", fontsize=10)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["train", "measure"])
+    parser.add_argument("command", choices=["train", "measure", "photographs"])
     parser.add_argument("--out", type=Path, default=Path("results/vit_pair"))
     parser.add_argument("--weights", type=Path, default=Path("runs/vit_pair"), help="where the trained encoders lie")
     parser.add_argument("--seeds", type=int, default=3)
@@ -267,6 +325,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.command == "train":
         train_all(arguments.out, arguments.weights, range(arguments.seeds), settings)
+    elif arguments.command == "measure":
+        frame = measure(arguments.out, arguments.weights, range(arguments.seeds), settings)
+        draw(frame).savefig(arguments.out / "vit_pair.png", dpi=150)
+    else:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for name in (*TRAIN_PHOTOGRAPHS, *PROBED_PHOTOGRAPHS):
+            pixels = (photograph(name) * 255).round().byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(arguments.out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ from .report import Report
 
 NORM_QUANTILES = ("q05", "q50", "q95", "max")
 ROLLOUT_NUMBERS = ("diversity", "distance", "entropy_share")
+SUMMARY_NUMBERS = (
+    *("diversity", "distance_pixels", "entropy_share", "mutual_information"),
+    *("head_redundancy", "prefix_mass"),
+)
 
 
 class AttentionReport(Report):
@@ -65,15 +69,10 @@ class AttentionReport(Report):
         return cls(rows, settings, tensors, notes)
 
     def summary(self) -> pd.DataFrame:
-        """A row a layer, the mean over its heads of the numbers one reads first."""
+        """A row a layer: the mean over its heads of the numbers one reads first."""
         frame = self.to_dataframe()
-        names = [
-            *("diversity", "diversity_share", "pairwise_jensen_shannon", "distance", "distance_pixels"),
-            *("entropy_share", "mutual_information", "head_redundancy", "prefix_mass"),
-            *("rollout_diversity", "token_norm_q50", "token_norm_max", "fourier_log_amplitude"),
-        ]
-        table = frame.groupby(["layer_index", "layer"], sort=False)[names].mean().reset_index()
-        return table.dropna(axis="columns", how="all")
+        names = [*SUMMARY_NUMBERS] if self.grid_variance else [name for name in SUMMARY_NUMBERS if "pixels" not in name]
+        return frame.groupby("layer_index")[names].mean().reset_index()
 
     def figures(self) -> dict[str, Figure]:
         figures = {
@@ -122,14 +121,8 @@ class AttentionReport(Report):
 
     @classmethod
     def comparison_summary(cls, reports: Sequence[Self], labels: Sequence[str]) -> pd.DataFrame:
-        """Layer by layer, one column a model and number."""
-        names = ["diversity_share", "distance", "entropy_share", "mutual_information", "head_redundancy", "prefix_mass"]
-        tables = []
-        for report, label in zip(reports, labels, strict=True):
-            table = report.summary().set_index("layer_index")
-            tables.append(table[names].add_suffix(f" ({label})"))
-        joined = pd.concat(tables, axis="columns")
-        return joined[[f"{name} ({label})" for name in names for label in labels]].reset_index()
+        """Layer by layer, a row a model."""
+        return super().comparison_summary(reports, labels).sort_values("layer_index", kind="stable", ignore_index=True)
 
 
 def _layer_numbers(layer: dict[str, Any]) -> dict[str, Any]:
