@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from safetensors import safe_open
 
-from .card_text import FORMS, LIMITS, describe, snippets
+from .card_text import LIMITS, describe, form, method, snippets
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def write_card(
         template_path=str(TEMPLATE),
         name=repo_id.rpartition("/")[2],
         what=describe(config),
-        form=FORMS["native" if native else "code"],
+        form=form(config),
+        method=method(config),
         snippets=snippets(
             repo_id, config, pipeline, has_tokenizer=has_tokenizer, revision=revision, subfolder=subfolder
         ),
@@ -240,6 +241,7 @@ def _recipe(config: Mapping[str, Any], recipe: Mapping[str, Any], parameters: in
         ("Batch", f"{batch} {unit}" if batch else None),
         ("Optimizer", optimizer.get("name")),
         ("Learning rate", optimizer.get("learning_rate")),
+        ("Learning rate of Muon", optimizer.get("muon_learning_rate") if optimizer.get("name") == "muon" else "none"),
         ("Warm-up (steps)", optimizer.get("warmup_steps")),
         ("Seed", recipe.get("seed")),
     ]
@@ -247,12 +249,17 @@ def _recipe(config: Mapping[str, Any], recipe: Mapping[str, Any], parameters: in
 
 
 def _compute(training: Mapping[str, Any]) -> list[tuple[str, str]]:
-    seconds = training.get("seconds")
+    seconds, choices = training.get("seconds"), training.get("choices", {})
+    precision, attention = (choices.get(name, {}).get("value", NOT_STATED) for name in ("precision", "attention"))
+    software = ", ".join(f"{name} {version}" for name, version in training.get("versions", {}).items())
     return [
         ("Steps", _number(training.get("steps"))),
         ("Tokens", _number(training.get("tokens"))),
         ("Hours of training", _number(None if seconds is None else seconds / 3600)),
         ("Tokens a second", _number(training.get("tokens_per_second"))),
+        ("Precision", precision),
+        ("Attention", attention),
+        ("Software", software or NOT_STATED),
         ("Hardware", str(training.get("hardware") or NOT_STATED)),
     ]
 

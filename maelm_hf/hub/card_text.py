@@ -5,16 +5,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-FORMS = {
-    "native": (
-        "The weights are in the form of BERT: they load with `transformers` alone, without further code, and in every "
-        "tool that takes BERT."
-    ),
-    "code": (
-        "The model's code lies in this repository: it loads with `trust_remote_code=True`, or without it where the "
-        "package `maelm_hf` is imported."
-    ),
-}
 HEADS = {
     "ForSequenceClassification": "fine-tuned to classify texts",
     "ForTokenClassification": "fine-tuned to classify tokens",
@@ -24,18 +14,53 @@ HEADS = {
 
 
 def describe(config: Mapping[str, Any]) -> str:
-    """What the model is, in three sentences, out of its config alone."""
+    """What the model is, out of its config alone."""
     architecture = (config.get("architectures") or [""])[0]
     size = f"{config['num_hidden_layers']} layers, {config['hidden_size']} dimensions"
     head = next((text for suffix, text in HEADS.items() if architecture.endswith(suffix)), None)
-    fraction = config.get("encoder_mask_fraction", 0)
-    if fraction == 0:
-        trained = "pretrained with MAE-LM: [MASK] never entered it, so that no dimension of it is spent on [MASK]"
+    fraction = config.get("encoder_mask_fraction")
+    if fraction is None:
+        trained = "in the form of a stock model of transformers"
+    elif fraction == 0:
+        trained = "pretrained with MAE-LM: [MASK] never entered it"
     elif fraction == 1:
         trained = "pretrained as a plain masked language model: it saw every [MASK]"
     else:
         trained = f"pretrained with a share {fraction} of the [MASK] tokens in its input, the rest left to the decoder"
     return f"A bidirectional transformer encoder for text ({size}), {trained}" + (f"; {head}." if head else ".")
+
+
+def form(config: Mapping[str, Any]) -> str:
+    """How it loads, and which form to prefer."""
+    if config["model_type"] != "maelm":
+        return (
+            "The weights are in the form of BERT: they load with `transformers` alone, without further code, and in "
+            "every tool that takes BERT. This is the recommended form for fine-tuning and serving."
+        )
+    code = (
+        "The model's code lies in this repository: it loads with `trust_remote_code=True`, or without it where the "
+        "package `maelm_hf` is imported. "
+    )
+    if config.get("relative_position_buckets"):
+        return (
+            code + "Its relative-position bias has no place in a stock architecture, so there is no other form of it."
+        )
+    return code + (
+        "For fine-tuning and serving its stock BERT form is recommended, which loads without code: "
+        "`maelm export MODEL OUT --to bert`."
+    )
+
+
+def method(config: Mapping[str, Any]) -> str:
+    """How it was pretrained, with the source."""
+    fraction = config.get("encoder_mask_fraction")
+    if fraction is None:
+        return "How it was pretrained: not stated."
+    named = "Plain masked language modeling, the baseline of" if fraction == 1 else "MAE-LM, after"
+    return (
+        f'{named} Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024, '
+        "[arXiv 2302.02060](https://arxiv.org/abs/2302.02060)."
+    )
 
 
 def snippets(
@@ -56,26 +81,25 @@ def snippets(
     arguments = ", ".join(arguments)
     if has_tokenizer:
         tokenize = (
-            "from transformers import AutoTokenizer",
+            "from transformers import {}, AutoTokenizer",
             f"tokenizer = AutoTokenizer.from_pretrained({arguments})\n"
             'inputs = tokenizer(["The first text.", "Another, longer text."], padding=True, return_tensors="pt")',
         )
     else:
         tokenize = (
-            "import torch",
+            "import torch\nfrom transformers import {}",
             'inputs = {"input_ids": torch.tensor([[5, 6, 7]])}  # there is no tokenizer here',
         )
     return [
         _hidden_states(arguments, tokenize),
-        _fine_tuning(arguments),
+        _fine_tuning(arguments, has_other_classes=pipeline == "text-classification"),
         _purpose(arguments, tokenize, pipeline, config),
     ]
 
 
 def _hidden_states(arguments: str, tokenize: tuple[str, str]) -> dict[str, str]:
     code = f"""
-{tokenize[0]}
-from transformers import AutoModel
+{tokenize[0].format("AutoModel")}
 
 {tokenize[1]}
 model = AutoModel.from_pretrained({arguments})
@@ -84,18 +108,21 @@ hidden_states = model(**inputs).last_hidden_state  # (batch, length, hidden size
     return {"title": "Hidden states", "code": code.strip()}
 
 
-def _fine_tuning(arguments: str) -> dict[str, str]:
+def _fine_tuning(arguments: str, has_other_classes: bool) -> dict[str, str]:
+    more = ", ignore_mismatched_sizes=True" if has_other_classes else ""
     code = f"""
 import torch
 from transformers import AutoModelForSequenceClassification
 
-model = AutoModelForSequenceClassification.from_pretrained({arguments}, num_labels=3, dtype=torch.float32)
+model = AutoModelForSequenceClassification.from_pretrained(
+    {arguments}, num_labels=3, dtype=torch.float32{more}
+)
 """
     return {"title": "A model to fine-tune, for `Trainer` or a loop of your own", "code": code.strip()}
 
 
 def _purpose(arguments: str, tokenize: tuple[str, str], pipeline: str, config: Mapping[str, Any]) -> dict[str, str]:
-    if pipeline == "fill-mask" and tokenize[0].endswith("AutoTokenizer"):
+    if pipeline == "fill-mask" and tokenize[1].startswith("tokenizer"):
         code = f"""
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
@@ -114,8 +141,7 @@ print(fill(f"The capital of France is {{tokenizer.mask_token}}."))
     if pipeline in heads:
         auto_class, output, shape = heads[pipeline]
         code = f"""
-{tokenize[0]}
-from transformers import {auto_class}
+{tokenize[0].format(auto_class)}
 
 {tokenize[1]}
 model = {auto_class}.from_pretrained({arguments})
@@ -123,11 +149,10 @@ model = {auto_class}.from_pretrained({arguments})
 """
         return {"title": "Predictions", "code": code.strip()}
     mean = "embeddings = states.mean(dim=1)"
-    if tokenize[0].endswith("AutoTokenizer"):
-        mean = 'mask = inputs["attention_mask"][..., None]\nembeddings = (states * mask).sum(1) / mask.sum(1)'
+    if tokenize[1].startswith("tokenizer"):
+        mean = 'mask = inputs["attention_mask"].unsqueeze(-1)\nembeddings = (states * mask).sum(1) / mask.sum(1)'
     code = f"""
-{tokenize[0]}
-from transformers import AutoModel
+{tokenize[0].format("AutoModel")}
 
 {tokenize[1]}
 model = AutoModel.from_pretrained({arguments})
