@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,15 @@ def probe_rank(
         "blocks": blocks,
         **environment(probed),
     }
-    return RankReport.from_moments(moments, positions, settings, notes)
+    report = RankReport.from_moments(moments, positions, settings, notes)
+    thin = [row for row in report.rows if row["tokens"] < row["dim"]]
+    if thin:
+        warnings.warn(
+            f"{thin[0]['tokens']} {thin[0]['population']} tokens for {thin[0]['dim']} dimensions: they bound the rank, "
+            "probe more",
+            stacklevel=2,
+        )
+    return report
 
 
 @torch.no_grad()

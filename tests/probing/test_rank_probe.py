@@ -259,7 +259,8 @@ def test_max_tokens_stops_after_the_sequence_that_reaches_it():
 
 
 def test_fewer_tokens_than_dimensions_is_told_and_flagged():
-    report = probe(small_bert(hidden_size=64), word_tokenizer(), TEXTS[:3])
+    with pytest.warns(UserWarning, match="tokens for 64 dimensions"):
+        report = probe(small_bert(hidden_size=64), word_tokenizer(), TEXTS[:3])
     assert any("Fewer tokens than dimensions" in note for note in report.notes)
     assert not any(row["effective_rank_settled"] for row in report.rows)
 
