@@ -79,6 +79,49 @@ def probe_rank_command(
         show(report, report.save(out))
 
 
+@probe_app.command("attention")
+def probe_attention_command(
+    model: Model,
+    images: Annotated[str, typer.Option(help="Folder of images, or data set as name[:config[:split]]; texts too.")],
+    out: Out,
+    column: Annotated[str | None, typer.Option(help="Column of a data set; image or text.")] = None,
+    max_images: Annotated[int | None, typer.Option(min=1, help="Stop after so many images.")] = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images in a forward pass.")] = 16,
+    grid: Annotated[tuple[int, int] | None, typer.Option(help="Rows and columns of patches; found.")] = None,
+    prefix_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens before the patches; found.")] = None,
+    overlay_images: Annotated[int, typer.Option(min=0, help="Images that maps are drawn on.")] = 4,
+    random_init: Annotated[bool, typer.Option("--random-init", help="Probe the same architecture untrained.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the pairs of queries, and of --random-init.")] = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Are a Vision Transformer's heads all looking at the same place?"""
+    from .probing import probe_attention
+
+    first = start_processes()
+    report = probe_attention(
+        model,
+        images,
+        column=column,
+        max_images=max_images,
+        batch_size=batch_size,
+        grid=grid,
+        prefix_tokens=prefix_tokens,
+        overlay_images=overlay_images,
+        random_init=random_init,
+        seed=seed,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        device=device,
+        dtype=dtype,
+        progress=first,
+    )
+    if first:
+        show(report, report.save(out))
+
+
 @probe_app.command("compare")
 def compare_command(
     reports: Annotated[list[Path], typer.Argument(help="Two folders or more that a probe wrote.")],
