@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
 )
 
 
-def local_folder(source: str | Path) -> Path:
+def local_folder(source: str | Path, token: str | None = None) -> Path:
     """The folder of a saved model; a Hub name is downloaded (weights in safetensors only).
 
     Raises:
@@ -49,7 +49,8 @@ def local_folder(source: str | Path) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"{name!r} is neither a folder nor a Hub name (organisation/name)")
     validate_repo_id(name)
-    return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"]))
+    unread = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"]
+    return Path(snapshot_download(name, ignore_patterns=unread, token=token))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

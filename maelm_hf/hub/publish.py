@@ -139,7 +139,8 @@ def build_folder(
         raise ValueError(f"subfolder={subfolder!r} leaves the repository; give a plain name")
     source = None
     if isinstance(model_or_dir, (str, Path)):
-        source = local_folder(finished_model(Path(model_or_dir)) if Path(model_or_dir).is_dir() else model_or_dir)
+        given = finished_model(Path(model_or_dir)) if Path(model_or_dir).is_dir() else model_or_dir
+        source = local_folder(given, secret)
         refuse_unsafe_files(source, secret, left_out=_left_out(source))
     elif not isinstance(model_or_dir, PreTrainedModel):
         raise TypeError(f"model_or_dir is a {type(model_or_dir).__name__}: give a model, its folder or a Hub name")

@@ -45,6 +45,10 @@ for job in jobs:
     if job.get("tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(job["folder"], **where)
         loaded[job["name"]]["ids"] = tokenizer(job["tokenizer"])["input_ids"]
+try:  # without leave
+    transformers.AutoModel.from_pretrained(jobs[0]["folder"], trust_remote_code=False)
+except ValueError as error:
+    loaded["without leave"] = str(error)
 save_file(states, out_file)
 print(json.dumps(loaded))
 """
@@ -125,6 +129,7 @@ def test_every_way_to_a_folder_loads_without_the_package(published, model, token
         expected_classes = {head: f"transformers_modules:{AUTO_MAP[head].partition('.')[2]}" for head in HEADS}
         assert {head: loaded[name][head] for head in HEADS} == expected_classes
     assert loaded["stock"]["AutoModel"] == "transformers:BertModel"
+    assert "contains custom code which must be executed" in loaded["without leave"]
     for name in ("published", "trainer", "stock"):
         assert loaded[name]["ids"] == tokenizer(TEXT)["input_ids"]
 
@@ -141,6 +146,17 @@ def test_a_folder_keeps_its_own_card_and_other_files_and_loses_foreign_code(mode
     assert (folder / "samples" / "a.txt").read_text() == "text"
     assert "altered" not in (folder / "modeling_maelm.py").read_text()
     assert (tmp_path / "ours" / "modeling_maelm.py").read_text().startswith("raise")
+
+
+def test_code_of_another_package_is_refused_and_not_run(tmp_path):
+    export_native(tiny_model(relative_position_buckets=0), tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    marker = tmp_path / "ran"
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "code.Model"}}))
+    (tmp_path / "other" / "code.py").write_text(f"open({str(marker)!r}, 'w')")
+    with pytest.raises(ValueError, match=r"brings code of another package \(auto_map\)"):
+        build_folder(tmp_path / "other", "org/tiny", tmp_path / "out")
+    assert not marker.exists()
 
 
 def test_an_export_is_published_as_stock_without_code(tmp_path):
