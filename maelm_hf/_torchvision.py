@@ -21,7 +21,7 @@ def make_torchvision_importable() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
 
         return
     except RuntimeError as error:

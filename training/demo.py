@@ -33,7 +33,7 @@ from .recipe import Recipe, load_recipe
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 FAST = [
     *("--max_steps", "30", "--evaluate_every", "30", "--checkpoint_every", "30", "--evaluation_blocks", "256"),
-    *("--optimizer.warmup_steps", "5", "--tokenizer.training_bytes", "4_000_000"),
+    *("--optimizer.warmup_steps", "5", "--corpus.source", "docstrings:stdlib,numpy,scipy"),
 ]
 TWINS = {"MLM": "mlm", "MAE-LM": "none"}
 SENTENCES = ("Return the <mask> of the array.", "If <mask> is None, the default <mask> is used.")
@@ -127,7 +127,7 @@ def draw(reports: dict[str, RankReport], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel(f"effective rank (of {width})")
-    axes[0].legend(frameon=False, fontsize=9, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4)
     figure.suptitle("Effective rank of token representations by layer, held-out docstrings")
     figure.savefig(path, dpi=150)
     plt.close(figure)
