@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the attention probe costs: time against the bare forward pass and against the usual way, and peak memory.
 
-The usual way is `output_attentions=True` under eager attention, every map turned into a NumPy array, and the same numbers
-computed there. It is timed twice: once with as many pairs of queries for the Jensen-Shannon divergence as the probe
-draws, everything vectorised, and once with all pairs, as the number is defined; that takes so long that a
-single image is timed. Times are medians of turns in one process, memory is measured in processes of its own.
+The usual way is `output_attentions=True` under eager attention, every map turned into a NumPy array, and
+the same numbers computed there. It is timed twice: once with as many pairs of queries for the Jensen-Shannon
+divergence as the probe draws, everything vectorised, and once with all pairs, as the number is defined; that takes so
+long that a single image is timed. Times are medians of turns in one process, memory is measured in processes of its
+own.
 
     python -m training.benchmark attention
 """
 
-import argparse
+import functools
+import json
 import multiprocessing
 import platform
 import statistics
@@ -18,10 +20,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import pandas as pd
 import psutil
 import torch
+import typer
 from torch import nn
 
 from maelm_hf._torchvision import make_torchvision_importable
@@ -159,13 +166,12 @@ def peak_memory():
 
 def memory_of(way: str, sizes: dict, image_size: int, batch: int, queue) -> None:
     """In a process of its own: peak memory above the loaded model, and the size of one layer's maps, both in MiB."""
-    implementation = "eager" if way == "usual way" else "sdpa"
+    implementation = "eager" if way == USUAL else "sdpa"
     model = build(sizes, implementation, image_size)
     images = [torch.randn(batch, 3, image_size, image_size)]
     bare(build({**SMALL, "num_hidden_layers": 1}, implementation, 28), [torch.randn(1, 3, 28, 28)])  # lazy set-up
-    run = {"bare forward": bare, "probe": probe, "usual way": usual_way}[way]
     with peak_memory() as peak:
-        run(model, images)
+        RUNS[way](model, images)
     queue.put(peak[0])
 
 
@@ -179,15 +185,45 @@ def in_a_process(way: str, sizes: dict, image_size: int, batch: int) -> float:
     return peak
 
 
-def run(images: int = 64, batch_size: int = 16, repeats: int = 3, large: bool = True) -> None:
-    """Time and memory of the probe on a ViT-S/14 at 224 px, and memory on a ViT-L/14 at 518 px; printed as Markdown."""
+def attention(
+    images: Annotated[int, typer.Option(help="Images of 224 px through a ViT-S/14.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Images in a batch.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Timed runs; the median is shown.")] = 3,
+    large: Annotated[bool, typer.Option(help="Measure the memory of a ViT-L/14 at 518 px too.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and CSV.")] = Path("benchmarks"),
+) -> None:
+    """The attention probe: time over the forward pass and against output_attentions with NumPy; peak memory."""
+    rows = timed_ways(images, batch_size, repeats)
+    cases = [("ViT-S/14, 224 px", SMALL, 224, batch_size)]
+    if large:
+        cases.append(("ViT-L/14, 518 px", LARGE, 518, 1))
+    for label, sizes, size, batch in cases:
+        for way in RUNS:
+            rows.append(
+                {"way": way, "model": label, "images": batch, "peak_mib": in_a_process(way, sizes, size, batch)}
+            )
+        maps = batch * sizes["num_attention_heads"] * ((size // 14) ** 2 + 1) ** 2 * 4 / 2**20
+        rows.append({"way": "(one layer's maps)", "model": label, "images": batch, "peak_mib": maps})
+    settings = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "dtype": "float32",
+        "torch": torch.__version__,
+        "repeats": repeats,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "attention.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    frame = pd.DataFrame(rows)
+    frame.to_csv(out / "attention.csv", index=False, float_format="%.4g")
+    print(frame.to_string(index=False, na_rep="", float_format="%.4g"))
+    print(f"{settings}\nPeak memory is above the loaded model. Written to {out / 'attention.json'} and .csv")
+
+
+def timed_ways(images: int, batch_size: int, repeats: int) -> list[dict]:
+    """A row a way: seconds for all images, and how many times that of the bare forward pass and of the probe."""
     batches = list(torch.randn(images, 3, 224, 224).split(batch_size))
     fused, eager = build(SMALL, "sdpa", 224), build(SMALL, "eager", 224)
-    ways = {
-        "bare sdpa forward": lambda: bare(fused, batches),
-        "probe_attention, all numbers": lambda: probe(fused, batches),
-        "output_attentions=True, eager, NumPy": lambda: usual_way(eager, batches),
-    }
+    ways = {way: functools.partial(run, eager if way == USUAL else fused, batches) for way, run in RUNS.items()}
     for function in ways.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -195,49 +231,24 @@ def run(images: int = 64, batch_size: int = 16, repeats: int = 3, large: bool = 
         for name, function in ways.items():
             times[name].append(seconds(function))
     median = {name: statistics.median(values) for name, values in times.items()}
-    base = median["bare sdpa forward"]
-    print(
-        f"ViT-S/14, 224 px, {images} images in batches of {batch_size}, float32, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}; median of {repeats}\n"
-    )
-    print("| way | seconds | of the bare forward |\n|---|---|---|")
-    for name, value in median.items():
-        print(f"| {name} | {value:.2f} | {value / base:.2f}x |")
-    probe_seconds = median["probe_attention, all numbers"]
-    usual_seconds = median["output_attentions=True, eager, NumPy"]
-    pairs_seconds = seconds(lambda: all_pairs(eager, batches[0][:1]))
-    print(
-        f"\nThe probe is {usual_seconds / probe_seconds:.1f}x faster than the usual way with as many pairs of queries. "
-    )
-    print(
-        f"The divergence over all pairs adds {pairs_seconds:.1f} s an image to the usual way (one image timed): "
-        f"{(usual_seconds / images + pairs_seconds) / (probe_seconds / images):.0f}x.\n"
-    )
-    print("| peak memory above the model, MiB | bare forward | probe | usual way | one layer's maps |")
-    print("|---|---|---|---|---|")
-    cases = [("ViT-S/14, 224 px, batch 16", SMALL, 224, batch_size)]
-    if large:
-        cases.append(("ViT-L/14, 518 px, batch 1", LARGE, 518, 1))
-    for label, sizes, size, batch in cases:
-        peaks = [in_a_process(way, sizes, size, batch) for way in ("bare forward", "probe", "usual way")]
-        maps = batch * sizes["num_attention_heads"] * ((size // 14) ** 2 + 1) ** 2 * 4 / 2**20
-        print(f"| {label} | {peaks[0]:.0f} | {peaks[1]:.0f} | {peaks[2]:.0f} | {maps:.0f} |")
+    pairs = seconds(lambda: all_pairs(eager, batches[0][:1])) * images
+    median[f"{USUAL}, all pairs of queries (from one image)"] = median[USUAL] + pairs
+    return [
+        {
+            "way": name,
+            "model": "ViT-S/14, 224 px",
+            "images": images,
+            "seconds": value,
+            "of_forward": value / median[BARE],
+            "of_probe": value / median[PROBE],
+        }
+        for name, value in median.items()
+    ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-large", action="store_true", help="leave the ViT-L/14 at 518 px out")
-
-
-def main(arguments: argparse.Namespace | None = None) -> None:
-    if arguments is None:
-        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        add_arguments(parser)
-        arguments = parser.parse_args()
-    run(arguments.images, arguments.batch_size, arguments.repeats, large=not arguments.no_large)
+BARE, PROBE, USUAL = "bare sdpa forward", "probe_attention, all numbers", "output_attentions, eager, NumPy"
+RUNS = {BARE: bare, PROBE: probe, USUAL: usual_way}
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(attention)

@@ -308,7 +308,9 @@ def draw(frame: pd.DataFrame) -> Figure:
         axes.set_axisbelow(True)
     figure.axes[0].legend(frameon=False)
     seeds = frame["seed"].nunique()
-    figure.suptitle(f"6 x 192 ViT on photographs never trained on: mean over heads, {seeds} seed(s), thin", fontsize=10)
+    figure.suptitle(
+        f"6 x 192 ViT on photographs never trained on: mean over heads; {seeds} seed(s), thin lines", fontsize=10
+    )
     return figure
 
 
