@@ -4,9 +4,11 @@
 
 import typer
 
+from training.benchmark_attention import attention
 from training.benchmark_probe import probe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.command("attention")(attention)
 app.command("probe")(probe)
 
 
