@@ -106,7 +106,8 @@ def probe_attention(
     loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     batches = _batches(probed, data, processor, batch_size, max_images, budget, notes, loading)
     measurement = _Measurement(probed, Given(grid, prefix_tokens, patch_size), overlay_images, seed, notes)
-    total = data.length if max_images is None or data.length is None else min(max_images, data.length)
+    total = None if data.kind == "batches" else data.length  # of batches only the number of batches may be known
+    total = total if max_images is None or total is None else min(max_images, total)
     with _as_it_is_probed(probed.module), tqdm(total=total, unit="image", disable=not progress) as bar:
         for batch in batches:
             batch = _cast(batch.to(probed.device), probed.dtype)
