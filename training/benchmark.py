@@ -5,10 +5,12 @@
 import typer
 
 from training.benchmark_attention import attention
+from training.benchmark_finetune import finetune
 from training.benchmark_probe import probe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command("attention")(attention)
+app.command("finetune")(finetune)
 app.command("probe")(probe)
 
 

@@ -3,7 +3,7 @@
 """Fine-tuning speed beside the stock script, in one run: same model, examples, batch size, optimiser, dropout and
 precision.
 
-    python -m training.benchmark_finetune MODEL --task rotten_tomatoes --out results/finetune/speed.json
+    python -m training.benchmark finetune MODEL --task rotten_tomatoes --out results/finetune/speed.json
 
 The stock arm is what `run_glue.py` does with padding to the longest: `datasets` rows, `DataCollatorWithPadding`,
 Trainer, random order, the default attention kernel; a second stock arm takes the other kernel. Ours groups by length
@@ -28,14 +28,12 @@ from transformers import (
 
 import maelm_hf  # noqa: F401 registers the Auto classes of MAE-LM
 from training.attention_choice import CANDIDATES, choose_attention
-from training.console import console, help_text
+from training.console import console
 from training.encoding import Encoded, PadToLongest
 from training.finetune_cell import GroupedTrainer, encode, load_model, load_tokenizer, no_bars, quiet_loading
 from training.finetune_data import DataOptions, load_task
 from training.finetune_report import environment, write_json
 from training.tabular import TaskData
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def arguments(folder: Path, batch_size: int) -> TrainingArguments:
@@ -104,8 +102,7 @@ def timed(trainer: Trainer) -> tuple[float, float]:
     return speed, len(trainer.train_dataset) / (time.process_time() - start)
 
 
-@app.command(help=help_text(__doc__))
-def main(
+def finetune(
     model: str = typer.Argument(..., help="Folder of a saved model, or a Hub name."),
     task: str = typer.Option("rotten_tomatoes", help="A sentence or pair task: GLUE's names, or an offline task."),
     data: str = typer.Option(None, help="Folder of GLUE's TSV files or a saved dataset."),
@@ -115,6 +112,7 @@ def main(
     max_length: int = typer.Option(128),
     out: Path = typer.Option(None, help="Write the measurements here, as JSON."),  # noqa: B008
 ) -> None:
+    """Fine-tuning: training samples a second beside the stock Trainer script with padding to the longest."""
     loaded = load_task(DataOptions(task, folder=data))
     args = arguments(Path("runs/benchmark_finetune"), batch_size)
     probe = our_trainer(model, loaded, rows, max_length, args, "sdpa")
@@ -164,7 +162,3 @@ def main(
             "environment": environment(),
         }
         write_json(out, report)
-
-
-if __name__ == "__main__":
-    app()
