@@ -302,7 +302,7 @@ def draw(frame: pd.DataFrame) -> Figure:
             axes.plot(
                 by_seed.index, by_seed.mean(axis=1), color=color, linewidth=2, marker="o", markersize=4, label=name
             )
-        axes.set(title=title, xlabel="layer", ylabel=unit, ylim=(0, None))
+        axes.set(title=title, xlabel="layer", ylabel=unit)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92", linewidth=0.8)
         axes.set_axisbelow(True)
