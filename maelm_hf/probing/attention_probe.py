@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from .attention_layout import Given, LayerLayout, find_layout
 from .attention_maps import AttentionMaps, ReadyMaps
 from .attention_overlays import Overlays
 from .attention_report import NORM_QUANTILES, AttentionReport
+from .attention_run import as_it_is_probed, run
 from .attention_statistics import AttentionStatistics, MeanAndSpread
 from .capture import capture_hidden_states
 from .data import ProbeData, open_data
@@ -108,7 +107,7 @@ def probe_attention(
     measurement = _Measurement(probed, Given(grid, prefix_tokens, patch_size), overlay_images, seed, notes)
     total = None if data.kind == "batches" else data.length  # of batches only the number of batches may be known
     total = total if max_images is None or total is None else min(max_images, total)
-    with _as_it_is_probed(probed.module), tqdm(total=total, unit="image", disable=not progress) as bar:
+    with as_it_is_probed(probed.module), tqdm(total=total, unit="image", disable=not progress) as bar:
         for batch in batches:
             batch = _cast(batch.to(probed.device), probed.dtype)
             measurement.add(batch)
@@ -172,14 +171,14 @@ class _Measurement:
             capture_hidden_states(module, on_hidden, blocks),
             capture_attention_calls(module, on_call),
         ):
-            _run(module, batch.inputs)
+            run(module, batch.inputs)
         self._rolled = None
 
     def _look(self, batch: ProbeBatch) -> None:
         """Find the layout from the first image (or text), and make the accumulators."""
         first = _first_items(batch, 1).inputs
         with torch.no_grad():
-            found, notes = find_layout(self.model.module, lambda: _run(self.model.module, first), first, self.given)
+            found, notes = find_layout(self.model.module, lambda: run(self.model.module, first), first, self.given)
         self.notes.extend(notes)
         self.layouts = [layout for layout in found if layout.skipped is None]
         if not self.layouts:
@@ -342,51 +341,6 @@ def _cast(batch: ProbeBatch, dtype: torch.dtype) -> ProbeBatch:
     inputs = batch.inputs
     inputs = {k: cast(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else cast(inputs)
     return ProbeBatch(inputs, batch.counted, batch.index)
-
-
-@contextmanager
-def _as_it_is_probed(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and ViT-MAE without hiding anything; every module's mode and the config as before afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    configs = [part.config for part in module.modules() if _hides_patches(part)]
-    ratios = [config.mask_ratio for config in configs]
-    try:
-        module.eval()
-        for config in configs:
-            config.mask_ratio = 0.0
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        for config, ratio in zip(configs, ratios, strict=True):
-            config.mask_ratio = ratio
-
-
-def _hides_patches(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "model_type", None) == "vit_mae"
-
-
-def _run(module: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
-    """One forward pass, with what some vision models need beside the pixels."""
-    extra: dict[str, Any] = {}
-    pixels = pixels_of(inputs)
-    config = getattr(module, "config", None)
-    if pixels is not None and config is not None:
-        accepted = inspect.signature(module.forward).parameters
-        size = getattr(config, "image_size", None)
-        built_for = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-        if "interpolate_pos_encoding" in accepted and tuple(pixels.shape[-2:]) != built_for:
-            extra["interpolate_pos_encoding"] = True
-        if _hides_patches(module):
-            # ViT-MAE shuffles its patches by this noise even when it hides none: ascending noise keeps their order.
-            patch = config.patch_size
-            patch = (patch, patch) if isinstance(patch, int) else patch
-            patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
-            extra["noise"] = torch.arange(patches, device=pixels.device).float().expand(len(pixels), -1)
-    if isinstance(inputs, Mapping):
-        module(**{**inputs, **extra})
-    else:
-        module(inputs, **extra)
 
 
 def _block_of(name: str) -> str | None:
