@@ -111,13 +111,14 @@ def plot_loss(run: Path, path: Path) -> None:
     if not steps:
         return
     figure, (loss_axis, rate_axis) = plt.subplots(
-        2, 1, figsize=(7, 5.2), sharex=True, height_ratios=[3, 1], constrained_layout=True
+        2, 1, figsize=(7, 5.2), sharex=True, height_ratios=[2, 1], constrained_layout=True
     )
     x, loss = np.array([row["step"] for row in steps]), np.array([row["loss"] for row in steps])
     window = max(1, len(loss) // 50)
-    loss_axis.plot(x, loss, color="0.75", linewidth=0.6, label="training, a step")
-    smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
-    loss_axis.plot(x[window - 1 :], smooth, color="tab:blue", linewidth=1.4, label=f"training, mean of {window} steps")
+    loss_axis.plot(x, loss, color="0.75", linewidth=0.7, label="training, a step")
+    if window > 1:
+        smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
+        loss_axis.plot(x[window - 1 :], smooth, color="tab:blue", linewidth=1.4, label=f"training, {window}-step mean")
     at = [row["step"] for row in evaluations]
     held_out = [row["loss"] for row in evaluations]
     loss_axis.plot(at, held_out, "o-", color="tab:orange", markersize=4, linewidth=1.2, label="held-out documents")
@@ -127,12 +128,13 @@ def plot_loss(run: Path, path: Path) -> None:
     loss_axis.grid(alpha=0.25)
 
     rate_axis.plot(at, [row["accuracy"] for row in evaluations], "o-", color="tab:orange", markersize=3, linewidth=1.2)
-    rate_axis.set_ylabel("held-out\naccuracy")
+    rate_axis.set_ylabel("held-out\naccuracy", color="tab:orange")
     rate_axis.set_xlabel("optimizer step")
     rate_axis.grid(alpha=0.25)
     schedule_axis = rate_axis.twinx()
     schedule_axis.plot(x, [row["learning_rate"] for row in steps], color="tab:green", linewidth=1)
     schedule_axis.set_ylabel("learning rate", color="tab:green")
-    schedule_axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    schedule_axis.set_ylim(bottom=0)
+    rate_axis.set_ylim(bottom=0)
     figure.savefig(path, dpi=160)
     plt.close(figure)

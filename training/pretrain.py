@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import safetensors.torch
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm.auto import tqdm
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
@@ -39,6 +40,7 @@ from .checkpoint import CheckpointError, newest_name, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
 from .data import IndexedSteps, Step, StepDataset, evaluation_step
+from .launch import start_missing_processes
 from .monitoring import Progress, RunLog, Summary, plot_loss, read_log, tracker_of
 from .optimizers import (
     build_optimizers,
@@ -76,8 +78,13 @@ def run(recipe: Recipe) -> Summary:
         mixed_precision="fp16" if recipe.precision == "fp16" else "no",
         log_with=tracker_of(recipe),
         project_dir=recipe.output_dir,
+        # The first process may tokenize for hours while the others wait.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
-    with accelerator.main_process_first():
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise RecipeError("DeepSpeed keeps its optimizer state to itself: use FSDP2, training/accelerate/fsdp2.yaml.")
+    # Once, and once more on nodes that do not share the cache.
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
         text = prepare_text(recipe, accelerator.print)
     checkpoint, state = find_resumable(recipe, text, accelerator)
     torch.manual_seed(recipe.seed)
@@ -376,7 +383,8 @@ class Pretraining:
                     ) from error
             plot_loss(self.folder, self.folder / "loss.png")
             (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:  # end_training() would close the process group of a next run too
+            tracker.finish()
         self.accelerator.wait_for_everyone()
         return summary
 
@@ -417,10 +425,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(__doc__)
         return 0 if arguments else 2
     try:
-        summary = run(load_recipe(arguments[0], arguments[1:]))
+        recipe = load_recipe(arguments[0], arguments[1:])
+        status = start_missing_processes(arguments)
+        if status is not None:
+            return status
+        summary = run(recipe)
     except (RecipeError, CorpusError, CheckpointError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     if not summary.finished:
         print(f"stopped by SIGTERM after step {summary.steps}; the same command continues.")
     return 0

@@ -1,5 +1,6 @@
 """Tokens, blocks and the order of batches."""
 
+import tracemalloc
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -185,6 +186,21 @@ class TestOrder:
         (first, _, batch), (second, _, _) = islice(order.batches(Cursor()), 2)
         assert len(batch) == 4003
         assert (first.epoch, second.epoch) == (0, 1)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak of the allocations for the same number of batches of a hundred times as many blocks."""
+    peaks = []
+    for size in (10**6, 10**8):
+        # A file of holes: no disk is needed for the lengths of a hundred million blocks.
+        lengths = np.lib.format.open_memmap(tmp_path / f"{size}.npy", mode="w+", dtype=np.int32, shape=(size,))
+        tracemalloc.start()
+        order = BatchOrder(recipe_with(batch_size=128), lengths)
+        for _ in islice(order.batches(Cursor(epoch=1, window=order.windows // 2)), 200):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 class TestPacking:

@@ -1,15 +1,20 @@
 """A run that is killed and continued is, bit for bit, the run that was not."""
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from pretraining_helpers import log_of, start, tiny_recipe, weights_of
+import yaml
+from pretraining_helpers import ROOT, log_of, start, tiny_recipe, weights_of
+
+from training.launch import asked_for_processes
 
 # Kills itself right after the log's row of a step, or in the middle of writing a checkpoint.
 KILL_AFTER_STEP = """
@@ -104,9 +109,17 @@ def test_two_processes_agree_with_one(folder, uninterrupted):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    launcher += ("--main_process_port", str(port))
-    finish(start(tiny_recipe(folder, "together", **no_dropout), launcher=launcher))
+    (folder / "together.yaml").write_text(yaml.safe_dump(tiny_recipe(folder, "together", **no_dropout)))
+    command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", str(port)]
+    outcome = subprocess.run(
+        [sys.executable, "-m", *command, "-m", "training.pretrain", str(folder / "together.yaml")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     state = json.loads((folder / "together" / "checkpoints" / "step-000000012" / "state.json").read_text())
     assert state["num_processes"] == 2
     one, two = log_of(folder / "alone"), log_of(folder / "together")
@@ -116,3 +129,14 @@ def test_two_processes_agree_with_one(folder, uninterrupted):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
     assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-6)
+
+
+def test_only_what_accelerate_did_not_start_is_started():
+    asked = ["python", "accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "training.pretrain"]
+    alone = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
+    assert asked_for_processes(alone, asked) == 2
+    assert asked_for_processes(alone, ["accelerate", "launch", "--num_processes=3"]) == 3
+    assert asked_for_processes(alone | {"LOCAL_RANK": "0"}, asked) == 0  # one of them
+    assert asked_for_processes({"ACCELERATE_USE_CPU": "True"}, asked) == 0  # one was asked for
+    assert asked_for_processes({"MASTER_ADDR": "127.0.0.1"}, asked) == 0  # on a GPU
+    assert asked_for_processes(alone, ["bash"]) == 0

@@ -1,0 +1,51 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""``accelerate launch --cpu --num_processes N``, which by itself starts one process only.
+
+On a CPU, Accelerate (1.15) leaves several processes to MPI and starts a single one in silence. That one starts all of
+them here, through torchrun; on GPUs and under torchrun or MPI nothing is done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import psutil
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def asked_for_processes(environment: Mapping[str, str], launcher: Sequence[str]) -> int:
+    """How many processes ``accelerate launch`` was asked for and did not start; 0 if none are missing.
+
+    Args:
+        environment: of this process.
+        launcher: the command line of the process that started it.
+    """
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    # Accelerate announces an address only where it was asked for more than one process.
+    if not on_cpu or "MASTER_ADDR" not in environment:
+        return 0
+    if any(name in environment for name in ("LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")):
+        return 0
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+        option, _, value = word.partition("=")
+        if option in ("--num_processes", "--num-processes"):
+            return int(value or following)
+    return 0
+
+
+def start_missing_processes(arguments: Sequence[str]) -> int | None:
+    """Starts them with the same arguments; returns their exit status, or None if this process is to go on by itself."""
+    parent = psutil.Process().parent()
+    count = asked_for_processes(os.environ, parent.cmdline() if parent else [])
+    if count < 2:
+        return None
+    print(f"accelerate launch starts one process on a CPU: starting the {count} through torchrun")
+    port = os.environ.get("MASTER_PORT", "29500")
+    try:
+        torchrun.main(["--nproc_per_node", str(count), "--master_port", port, "-m", "training.pretrain", *arguments])
+    except ChildFailedError:
+        return 1  # the processes have said why
+    return 0
