@@ -45,16 +45,17 @@ app = typer.Typer(
 )
 
 
-def _comma_list(kind):
-    def parse(value: str | None):
-        if value is None:
-            return None
-        try:
-            return tuple(kind(part) for part in value.split(","))
-        except ValueError:
-            raise typer.BadParameter(f"{value!r} is not a comma-separated list of {kind.__name__}s") from None
+def comma_list(value: str | None, kind: type = str) -> tuple | None:
+    try:
+        return tuple(kind(part) for part in value.split(",")) if value is not None else None
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is not a comma-separated list of {kind.__name__}s") from None
 
-    return parse
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(f"--{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
 
 
 @app.command()
@@ -95,23 +96,18 @@ def run(
     """Runs the grid of a model on one or more tasks."""
     files = {n: f for n, f in (("train", train), ("validation", validation), ("test", test)) if f is not None}
     try:
-        if grid not in ("single", "paper"):
-            raise ValueError(f"--grid must be 'single' or 'paper', got {grid!r}")
-        for name, value, known in (("attention", attention, "sdpa"), ("precision", precision, "fp32")):
-            allowed = {"sdpa": ("auto", "sdpa", "eager"), "fp32": ("auto", "fp32", "bf16")}[known]
-            if value not in allowed:
-                raise ValueError(f"--{name} must be one of {', '.join(allowed)}, got {value!r}")
+        paper = one_of("grid", grid, ("single", "paper")) == "paper"
         plan = Plan(
-            learning_rates=_comma_list(float)(lr) or (PAPER_LEARNING_RATES if grid == "paper" else (2e-5,)),
-            batch_sizes=_comma_list(int)(batch_size) or (PAPER_BATCH_SIZES if grid == "paper" else (32,)),
-            epochs=_comma_list(float)(epochs),
+            learning_rates=comma_list(lr, float) or (PAPER_LEARNING_RATES if paper else (2e-5,)),
+            batch_sizes=comma_list(batch_size, int) or (PAPER_BATCH_SIZES if paper else (32,)),
+            epochs=comma_list(epochs, float),
             seeds=seeds,
             frozen=frozen,
             early_stop=early_stop,
             max_length=max_length,
-            attention=attention,
-            precision=precision,
-            metrics=metrics,
+            attention=one_of("attention", attention, ("auto", "sdpa", "eager")),
+            precision=one_of("precision", precision, ("auto", "fp32", "bf16")),
+            metrics=one_of("metrics", metrics, ("auto", "evaluate", "sklearn")),
             jobs=jobs,
             quiet=quiet,
         )
@@ -121,7 +117,7 @@ def run(
             "text": text,
             "pair": pair,
             "label": label,
-            "labels": _comma_list(str)(labels),
+            "labels": comma_list(labels),
             "token_column": token_column,
             "tag_column": tag_column,
         }
@@ -132,7 +128,8 @@ def run(
     except (ValueError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    console.print(report.results_table(report.load_results(out)))
+    if (out / "results.json").is_file():
+        console.print(report.results_table(report.load_results(out)))
     if not all(done):
         raise typer.Exit(1)
 
@@ -149,7 +146,7 @@ def compare(
     """One table of several models: median ± standard deviation over seeds of each task's deciding metric."""
     try:
         loaded = [report.load_results(path) for path in runs]
-        titles = list(_comma_list(str)(names) or (path.resolve().name for path in runs))
+        titles = list(comma_list(names) or (path.resolve().name for path in runs))
         if len(titles) != len(runs):
             raise ValueError(f"--names has {len(titles)} names for {len(runs)} runs")
         header, rows = report.comparison_rows(loaded, titles, split)

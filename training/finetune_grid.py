@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -54,9 +54,12 @@ def run_task(model: str, options: DataOptions, plan: Plan, out: Path) -> bool:
     missing = [cell for cell in cells if not (folder / "cells" / f"{cell.id}.json").is_file()]
     if len(missing) < len(cells):
         console.print(f"{options.task}: {len(cells) - len(missing)} of {len(cells)} cells are finished already")
-    failed = _run_cells(missing, options, plan, folder)
-    _write_results(out, options.task, model, digest, data, choices)
-    return not failed
+
+    def write() -> None:
+        _write_results(out, options.task, model, digest, data, choices)
+
+    write()
+    return not _run_cells(missing, options, plan, folder, write)
 
 
 def _refuse_other_model(out: Path, model: str, digest: str) -> None:
@@ -91,54 +94,64 @@ def _choices(model: str, digest: str, data, plan: Plan, folder: Path) -> dict:
 
 
 def _decide(model: str, data, plan: Plan) -> dict:
-    import numpy as np
     import torch
 
-    from training.attention_choice import choose_attention
-    from training.encoding import PadToLongest
-    from training.finetune_cell import encode, load_model, load_tokenizer, longest_input
+    from training.finetune_cell import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    limit = longest_input(model, tokenizer)
-    if plan.max_length is not None and plan.max_length > limit:
-        raise ValueError(f"--max-length {plan.max_length} is more than {model} takes: at most {limit}")
-    if plan.max_length is not None:
-        length, reason = plan.max_length, f"max length {plan.max_length}: as asked"
-        encoded = encode(data, "train", tokenizer, length)
-    elif data.kind == "squad":
-        length = min(384, limit)
-        encoded, reason = (
-            encode(data, "train", tokenizer, length),
-            f"max length {length}: windows with 128 tokens of overlap",
-        )
-    else:
-        encoded = encode(data, "train", tokenizer, limit)
-        share = -(-int(np.quantile(encoded.lengths, 0.99)) // 8) * 8
-        length = min(limit, LONGEST_BY_DEFAULT, max(share, 16))
-        whole = float((encoded.lengths <= length).mean())
-        reason = f"max length {length}: holds {whole:.1%} of the training texts whole"
-        encoded = encode(data, "train", tokenizer, length)
+    length, length_reason, encoded = _decide_length(model, data, plan, tokenizer)
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     precision = {"auto": "bf16" if bf16 else "fp32"}.get(plan.precision, plan.precision)
     why = "as asked" if plan.precision != "auto" else "the GPU has bf16" if bf16 else "no GPU with bf16"
     if plan.attention != "auto":
         attention, attention_reason = plan.attention, f"attention {plan.attention}: as asked"
     else:
-        network = load_model(model, data).to(torch.accelerator.current_accelerator() or "cpu")
-        by_length, size = encoded.lengths.argsort(kind="stable"), plan.batch_sizes[0]
-        starts = [max(0, int(share * len(by_length)) - size // 2) for share in (0.25, 0.5, 0.9)]
-        batches = [[encoded.examples[i] for i in by_length[start : start + size]] for start in starts]
-        attention, attention_reason = choose_attention(
-            network, [PadToLongest(tokenizer)(batch) for batch in batches], precision == "bf16"
-        )
+        attention, attention_reason = _measure_attention(model, data, plan, tokenizer, encoded, precision)
     return {
         "max_length": length,
-        "max_length_reason": reason,
+        "max_length_reason": length_reason,
         "attention": attention,
         "attention_reason": attention_reason,
         "precision": precision,
         "precision_reason": f"precision {precision}: {why}",
     }
+
+
+def _decide_length(model: str, data, plan: Plan, tokenizer) -> tuple:
+    """The longest input in tokens, the reason, and the training split encoded to it."""
+    import numpy as np
+
+    from training.finetune_cell import encode, longest_input
+
+    limit = longest_input(model, tokenizer)
+    if plan.max_length is not None:
+        if plan.max_length > limit:
+            raise ValueError(f"--max-length {plan.max_length} is more than {model} takes: at most {limit}")
+        length, why = plan.max_length, "as asked"
+    elif data.kind == "squad":
+        length, why = min(384, limit), "windows with up to 128 tokens of overlap"
+    else:
+        lengths = encode(data, "train", tokenizer, limit).lengths
+        length = -(-int(np.quantile(lengths, 0.99)) // 8) * 8
+        length = min(limit, LONGEST_BY_DEFAULT, max(length, 16))
+        why = f"holds {(lengths <= length).mean():.1%} of the training texts whole"
+    return length, f"max length {length}: {why}", encode(data, "train", tokenizer, length)
+
+
+def _measure_attention(model: str, data, plan: Plan, tokenizer, encoded, precision: str) -> tuple[str, str]:
+    """Times the kernels on three batches as training will see them: of short, middling and long examples."""
+    import torch
+
+    from training.attention_choice import choose_attention
+    from training.encoding import PadToLongest
+    from training.finetune_cell import load_model
+
+    by_length, size = encoded.lengths.argsort(kind="stable"), plan.batch_sizes[0]
+    starts = [max(0, int(share * len(by_length)) - size // 2) for share in (0.25, 0.5, 0.9)]
+    collate = PadToLongest(tokenizer)
+    batches = [collate([encoded.examples[i] for i in by_length[start : start + size]]) for start in starts]
+    network = load_model(model, data).to(torch.accelerator.current_accelerator() or "cpu")
+    return choose_attention(network, batches, precision == "bf16")
 
 
 def _cells(base: dict, choices: dict, plan: Plan, task: str) -> Iterator:
@@ -155,7 +168,7 @@ def _cells(base: dict, choices: dict, plan: Plan, task: str) -> Iterator:
         yield Cell(**shared, mode="finetune", seed=seed, **setting)
 
 
-def _run_cells(cells: list, options: DataOptions, plan: Plan, folder: Path) -> int:
+def _run_cells(cells: list, options: DataOptions, plan: Plan, folder: Path, write: Callable[[], None]) -> int:
     """Runs the cells, several at a time where devices allow; returns how many failed. A failed cell stops no other."""
     import torch
 
@@ -166,8 +179,15 @@ def _run_cells(cells: list, options: DataOptions, plan: Plan, folder: Path) -> i
     if jobs == 1 and devices <= 1:  # with several GPUs in sight Trainer would split every batch over them
         for number, cell in enumerate(cells, 1):
             console.print(f"cell {number} of {len(cells)}: {cell.id}")
-            _finish(cell, run_cell_of(specs[cell.id], plan.quiet), folder)
-        return 0
+            try:
+                result = run_cell_of(specs[cell.id], plan.quiet)
+            except RuntimeError as error:  # out of memory, for example: another setting may fit
+                failed += 1
+                console.print(f"cell {number} of {len(cells)}: failed: {str(error).splitlines()[0]}", markup=False)
+                continue
+            _finish(cell, result, folder)
+            write()
+        return failed
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {
             pool.submit(_run_apart, specs[cell.id], number % jobs, jobs, devices): cell
@@ -180,6 +200,7 @@ def _run_cells(cells: list, options: DataOptions, plan: Plan, folder: Path) -> i
                 console.print(f"cell {number} of {len(cells)}: {cell.id} failed, see {log}")
             else:
                 _finish(cell, result, folder)
+                write()
                 console.print(f"cell {number} of {len(cells)}: {cell.id} finished")
     return failed
 
@@ -224,13 +245,18 @@ def _finish(cell, result: dict, folder: Path) -> None:
     if cell.mode == "finetune":
         value = result["scores"]["validation"][_deciding(result)]
         best = json.loads((folder / "best.json").read_text()) if (folder / "best.json").is_file() else None
+        if best is not None and best["data_digest"] != cell.data_digest:
+            best = None  # of other data: its value says nothing here
         if best is None or (value, best["cell"]) > (best["value"], cell.id):
             shutil.rmtree(folder / "model", ignore_errors=True)
             shutil.rmtree(folder / "predictions", ignore_errors=True)
             os.replace(work / "model", folder / "model")
             if (work / "predictions").is_dir():
                 os.replace(work / "predictions", folder / "predictions")
-            report.write_json(folder / "best.json", {"cell": cell.id, "value": value, "metric": _deciding(result)})
+            report.write_json(
+                folder / "best.json",
+                {"cell": cell.id, "value": value, "metric": _deciding(result), "data_digest": cell.data_digest},
+            )
     report.write_json(folder / "cells" / f"{cell.id}.json", {"cell": asdict(cell), "setting": cell.setting} | result)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -249,7 +275,8 @@ def _write_results(out: Path, task: str, model: str, digest: str, data, choices:
     }
     results["environment"] = report.environment()
     cells = [json.loads(path.read_text("utf-8")) for path in sorted((out / task / "cells").glob("*.json"))]
-    cells = [cell for cell in cells if cell["cell"]["data_digest"] == choices["data_digest"]]
+    wanted = (digest, choices["data_digest"])
+    cells = [cell for cell in cells if (cell["cell"]["model_digest"], cell["cell"]["data_digest"]) == wanted]
     if not cells:
         return
     settings = report.group_settings(cells, data.metrics[0])

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+csv.field_size_limit(2**31 - 1)  # whole articles and mails are one field
+
 
 class DataError(ValueError):
     """The data cannot be used as it is; the message names file, row and column, and is one line."""
@@ -78,18 +80,23 @@ def read_table(path: str | Path) -> dict[str, list]:
 
 def _read_csv(path: Path, delimiter: str) -> dict[str, list]:
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter=delimiter)
-        header = next(rows, None)
+        # Strict: a stray quote would otherwise swallow rows up to the next one without a word.
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        header, number = next(rows, None), 0
         if header is None:
             raise DataError(f"{path}: the file is empty")
         columns: dict[str, list] = {name: [] for name in header}
-        for number, row in enumerate(rows, 1):
-            if not row:
-                continue
-            if len(row) > len(header):
-                raise DataError(f"{path}, row {number}: {len(row)} fields, but the header names {len(header)} columns")
-            for name, value in zip(header, row + [None] * (len(header) - len(row)), strict=True):
-                columns[name].append(value)
+        try:
+            for number, row in enumerate((row for row in rows if row), 1):
+                if len(row) > len(header):
+                    raise DataError(
+                        f"{path}, row {number}: {len(row)} fields, but the header names {len(header)} columns"
+                    )
+                for name, value in zip(header, row + [None] * (len(header) - len(row)), strict=True):
+                    columns[name].append(value)
+        except csv.Error as error:
+            hint = "a field with quotes is quoted, and its quotes doubled"
+            raise DataError(f"{path}, row {number + 1}: {error} ({hint})") from error
     return columns
 
 
@@ -127,7 +134,7 @@ def text_column(table: dict[str, list], name: str, source: str) -> list[str]:
     values = column(table, name, source)
     for number, value in enumerate(values, 1):
         if not isinstance(value, str) or not value.strip():
-            found = "None" if value is None else "empty" if value == "" or isinstance(value, str) else repr(value)
+            found = "empty" if isinstance(value, str) else repr(value)
             raise DataError(f"{source}, row {number}, column {name!r}: the text is {found}")
     return values
 

@@ -412,7 +412,7 @@ def test_positions_behind_the_padding_id_are_counted(tmp_path):
         (["--task", "text", "--train", "x.csv", "--validation", "x.csv"], "x.csv: no such file"),
         (["--task", "rte", "--data", "nowhere"], "nowhere: no such folder"),
         (["--task", "text", "--attention", "flash"], "--attention must be one of"),
-        (["--task", "text", "--grid", "huge"], "--grid must be 'single' or 'paper'"),
+        (["--task", "text", "--grid", "huge"], "--grid must be one of single, paper"),
         (["--task", "text", "--lr", "fast"], "'fast' is not a comma-separated list of floats"),
     ],
 )

@@ -119,6 +119,13 @@ def test_too_many_fields_in_a_row(tmp_path):
         load_task(options(str(tmp_path / "bad.csv"), str(tmp_path / "bad.csv")))
 
 
+@pytest.mark.parametrize("text", ['a "b" c,1\n"d" e,0\n', 'a,1\n"never closed,0\n'])
+def test_stray_quotes_are_refused_not_swallowed(tmp_path, text):
+    (tmp_path / "bad.csv").write_text("review,stars\n" + text)
+    with pytest.raises(DataError, match=r"bad\.csv, row 2: .*quotes doubled"):
+        load_task(options(str(tmp_path / "bad.csv"), str(tmp_path / "bad.csv")))
+
+
 def test_an_unknown_ending(tmp_path):
     (tmp_path / "rows.xml").write_text("<a/>")
     with pytest.raises(DataError, match=r"rows\.xml: cannot tell the format from the ending '\.xml'"):
