@@ -256,16 +256,19 @@ def _write_model(model: PreTrainedModel | Path, tokenizer: PreTrainedTokenizerBa
     source = model if isinstance(model, Path) else None
     folder.mkdir(parents=True, exist_ok=True)
     if source is not None:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_left_out(source)))
         config = read_config(source)
-        if config.get("model_type") == "maelm":
-            for file in [*folder.glob("model*.safetensors*"), *folder.glob(CONFIG_FILE)]:
-                file.unlink()
-            model = load_maelm(source)
-        elif config.get("auto_map"):
+        is_maelm = config.get("model_type") == "maelm"
+        if config.get("auto_map") and not is_maelm:
             raise ValueError(f"{source} brings code of another package (auto_map); publish handles maelm_hf's alone")
-        else:
-            model = None
+        written_anew = ("model*.safetensors*", CONFIG_FILE) if is_maelm else ()
+        ignored = shutil.ignore_patterns(*_left_out(source), *written_anew)
+        shutil.copytree(
+            source,
+            folder,
+            dirs_exist_ok=True,
+            ignore=lambda directory, names: ignored(directory, names) if Path(directory) == source else set(),
+        )
+        model = load_maelm(source) if is_maelm else None
     if model is not None:
         if not isinstance(model, MaeLmPreTrainedModel) and getattr(model.config, "auto_map", None):
             raise ValueError(f"{type(model).__name__} is code of another package; publish handles maelm_hf's alone")

@@ -67,19 +67,13 @@ class HubServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers, of all answered
         self.faults: list[Fault] = []
         self.errors: list[str] = []  # of this server itself
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        # Large files lie on another host, to which huggingface_hub sends no token.
+        self.storage_url = f"http://localhost:{self.server_port}"
         self.hanging = threading.Event()
         self.released = threading.Event()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    @property
-    def storage_url(self) -> str:
-        """Large files lie on another host, to which huggingface_hub sends no token."""
-        return f"http://localhost:{self.server_port}"
-
-    def handle_error(self, request, client_address):
+    def handle_error(self, *_):
         """A client that was killed is no error of the server."""
 
     def __enter__(self):
@@ -100,10 +94,6 @@ class Answer(Exception):
         if code:
             self.headers["X-Error-Code"] = code
         self.body = {"error": message or code, "url": url}
-
-
-def git_blob(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -196,6 +186,11 @@ class Handler(BaseHTTPRequestHandler):
     def json(self, content, status: int = 200):
         return status, {"Content-Type": "application/json"}, json.dumps(content).encode()
 
+    def store_blob(self, content: bytes) -> str:
+        digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        self.server.blobs[digest] = content
+        return digest
+
     def set_faults(self):
         self.server.faults = [Fault(**fault) for fault in json.loads(self.body)]
         return self.json({})
@@ -218,8 +213,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(409, message="You already created this model repo", url=f"{self.server.url}/{name}")
         repo = Repo(private=payload.get("visibility") == "private" or bool(payload.get("private")))
         content = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES).encode()
-        self.server.blobs[git_blob(content)] = content
-        repo.commit("main", {".gitattributes": ("regular", git_blob(content))}, "initial commit")
+        repo.commit("main", {".gitattributes": ("regular", self.store_blob(content))}, "initial commit")
         self.server.repos[name] = repo
         return self.json({"url": f"{self.server.url}/{name}", "name": name})
 
@@ -299,9 +293,7 @@ class Handler(BaseHTTPRequestHandler):
             if item["key"] == "header":
                 message = value["summary"]
             elif item["key"] == "file":
-                content = base64.b64decode(value["content"])
-                self.server.blobs[git_blob(content)] = content
-                files[value["path"]] = ("regular", git_blob(content))
+                files[value["path"]] = ("regular", self.store_blob(base64.b64decode(value["content"])))
             elif item["key"] == "lfsFile":
                 if value["oid"] not in self.server.blobs:
                     raise Answer(400, message=f"LFS object {value['oid']} was not uploaded")

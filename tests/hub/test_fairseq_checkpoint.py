@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from maelm_hf.cli import app
 from maelm_hf.hub.fairseq_checkpoint import (
     convert_fairseq_checkpoint,
     read_dictionary,
@@ -97,8 +100,6 @@ def test_dictionary_gives_every_symbol_the_id_that_fairseq_gives_it(weights, tmp
     assert tokenizer("word7 Ġthe <mask> nowhere")["input_ids"] == [0, 11, 117, 119, 3, 2]
     tokenizer.save_pretrained(tmp_path / "ours")
     model.save_pretrained(tmp_path / "ours")
-    from transformers import AutoTokenizer
-
     again = AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert again("word7 Ġthe <mask> nowhere")["input_ids"] == [0, 11, 117, 119, 3, 2]
 
@@ -163,6 +164,20 @@ def test_experiments_of_the_code_that_are_another_model_are_refused_by_name():
         )
     with pytest.raises(ValueError, match="activation_fn='swish'"):
         settings_from_arguments(ARGUMENTS | {"activation_fn": "swish"})
+
+
+def test_the_command_writes_a_folder_that_loads(weights, tmp_path):
+    write_dictionary(tmp_path / "dict.txt", [f"word{index}" for index in range(115)])
+    path = write_checkpoint(tmp_path / "checkpoint_last.pt", weights)
+    done = CliRunner().invoke(app, ["convert", str(path)])
+    assert done.exit_code == 0, done.output
+    out = tmp_path / "checkpoint_last"
+    loaded, model = AutoModelForMaskedLM.from_pretrained(out), convert_fairseq_checkpoint(path)[0]
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    assert AutoTokenizer.from_pretrained(out)("word7 <mask>")["input_ids"] == [0, 11, 119, 2]
+    again = CliRunner().invoke(app, ["convert", str(path)])
+    assert isinstance(again.exception, FileExistsError)
 
 
 class RunsACommand:

@@ -107,10 +107,12 @@ def test_push_and_load(hub, tokenizer, run_python, tmp_path):
         tokenizer.save_pretrained(tmp_path / name)
     model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 1
+    (tmp_path / "unsent").mkdir()
+    save_file({"weight": torch.randn(8)}, tmp_path / "unsent" / "model.safetensors")
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "notes.md").write_text("text")
 
-    here = {name: str(tmp_path / name) for name in ("model", "step_0", "classifier", "shards", "small")}
+    here = {name: str(tmp_path / name) for name in ("model", "step_0", "classifier", "shards", "small", "unsent")}
     commit, create = "/commit/", "/api/repos/create"
     plan = [
         # name, function, arguments, options, faults
@@ -138,6 +140,13 @@ def test_push_and_load(hub, tokenizer, run_python, tmp_path):
             {"token": TOKEN},
             [{"method": "POST", "path": commit, "status": 500, "times": 99}],
         ),
+        (
+            "storage",
+            "push_folder",
+            [here["unsent"], "org/storage"],
+            {"token": TOKEN},
+            [{"method": "PUT", "path": "/__lfs__/", "status": 400}],
+        ),
         ("taken", "push_folder", [here["small"], "org/busy"], {"token": TOKEN, "exist_ok": False}, []),
         ("no rights", "push_folder", [here["small"], "org/busy"], {"token": OTHER}, []),
         ("reader", "push_folder", [here["small"], "org/new"], {"token": READER}, []),
@@ -163,6 +172,7 @@ def test_push_and_load(hub, tokenizer, run_python, tmp_path):
     assert results["busy"].startswith(f"{hub.url}/org/busy/commit/")
     for name, words in {
         "down": "could not upload the folder to org/down: the Hub answered 500, 5 times; what was uploaded is kept",
+        "storage": "could not upload the folder to org/storage: the Hub answered 400",
         "taken": "could not create the repository org/busy: the name is taken (409)",
         "no rights": "the token has no right to write there (403)",
         "reader": "could not create the repository org/new: the token has no right to write there (403)",
