@@ -55,15 +55,21 @@ def environment() -> dict:
     import torch
     import transformers
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "hardware": device,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux platform.processor() is empty
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def summarise(values: list[float]) -> dict:
