@@ -152,7 +152,7 @@ def build_folder(
     if config["model_type"] == "maelm" and subfolder is not None:
         for file in CODE_FILES:  # transformers looks for code in the root, wherever the weights are
             shutil.copyfile(file, folder / file.name)
-    if measured or not (folder / CARD_FILE).exists():
+    if measured or license or data_license or not (folder / CARD_FILE).exists():
         write_card(
             folder,
             repo_id,
@@ -165,7 +165,7 @@ def build_folder(
             data_license=data_license,
         )
     else:
-        logger.info("%s of the folder is kept; with a measured file a new card is written", CARD_FILE)
+        logger.info("%s of the folder is kept; with a measured file or a licence a new card is written", CARD_FILE)
     refuse_unsafe_files(folder, secret)
 
 

@@ -144,6 +144,8 @@ def test_a_folder_keeps_its_own_card_and_other_files_and_loses_foreign_code(mode
     build_folder(tmp_path / "ours", "org/tiny", folder)
     assert (folder / "README.md").read_text() == "# My own words\n"
     assert (folder / "samples" / "a.txt").read_text() == "text"
+    build_folder(tmp_path / "ours", "org/tiny", tmp_path / "licensed", license="mit")
+    assert "license: mit" in (tmp_path / "licensed" / "README.md").read_text()
     assert "altered" not in (folder / "modeling_maelm.py").read_text()
     assert (tmp_path / "ours" / "modeling_maelm.py").read_text().startswith("raise")
 
