@@ -15,10 +15,10 @@ setup: .venv/.installed
 ifeq ($(CONSTRAINTS),constraints-cpu.txt)
 	# PyPI's torchvision is built for PyPI's torch. Beside a CPU-only torch it breaks every `import transformers`, so it
 	# stays out of the environment, in a folder that only pytest sees (pyproject.toml), with timm, which needs it.
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[train,dev]'
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[train,dev,export]'
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) --quiet --no-deps --upgrade --target .venv/vision timm torchvision
 else
-	$(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[train,vision,dev]'
+	$(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[train,vision,dev,export]'
 endif
 	touch $@
 
