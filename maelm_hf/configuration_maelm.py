@@ -18,6 +18,7 @@ from dataclasses import fields
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.utils import auto_docstring, logging
 
 logger = logging.get_logger(__name__)
@@ -130,6 +131,8 @@ class MaeLmConfig(PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is no activation; choose one of {', '.join(ACT2FN)}")
         self._check_heads("hidden_size", "num_attention_heads")
         self._check_relative_positions()
         self._check_decoder()

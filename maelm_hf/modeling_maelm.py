@@ -171,9 +171,14 @@ def same_document(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
     return mask
 
 
-def check_attention(config: MaeLmConfig, training: bool = False) -> None:
+def check_attention(config: MaeLmConfig, training: bool = False, packed: bool = False) -> None:
     """Refuse what a backend would do wrongly or refuse in words that do not help."""
     implementation = config._attn_implementation or ""
+    if "flash" in implementation and packed:
+        raise ValueError(
+            f"attn_implementation={implementation!r} takes no document_ids: packed documents would see each other; use "
+            "'sdpa', 'eager' or 'flex_attention'"
+        )
     if "flash" in implementation and config.relative_position_buckets:
         raise ValueError(
             f"attn_implementation={implementation!r} cannot add a relative-position bias (relative_position_buckets="
@@ -224,6 +229,12 @@ def create_attention_mask(
         and_mask_function=and_mask,
         allow_is_bidirectional_skip=not (avoid_host_sync and keys.device.type != "cpu"),
     )
+
+
+def takes_fewer_queries(config: MaeLmConfig) -> bool:
+    """Whether the backend can ask for some tokens only; flash would take the mask's last columns for theirs."""
+    # trf-ignore: TRF051 - it decides what is asked of the interface, not how it answers.
+    return "flash" not in (config._attn_implementation or "")
 
 
 def merge_bias(config: MaeLmConfig, attention_mask, position_bias: torch.Tensor | None):
@@ -509,7 +520,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
         attention_mask, position_ids = check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
         )
-        check_attention(self.config, self.training)
+        check_attention(self.config, self.training, packed=document_ids is not None)
 
         dropped = None
         if inputs_embeds is None:
@@ -551,6 +562,13 @@ def check_inputs(config, input_ids, inputs_embeds, attention_mask, position_ids,
         attention_mask = attention_mask.bool()
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None]
+    elif position_ids.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look would be a sync
+        furthest = int(position_ids.max())
+        if furthest >= config.max_position_embeddings:
+            raise ValueError(
+                f"position_ids reach {furthest}, the model's positions end at {config.max_position_embeddings - 1} "
+                f"(max_position_embeddings={config.max_position_embeddings}); shorten the sequences"
+            )
     return attention_mask, position_ids
 
 
@@ -661,7 +679,8 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The original ids of the tokens to predict, -100 elsewhere. Labels at tokens that are not [MASK] (80/10/10
-            masking) count too: the token stays in the encoder, its loss is taken from the decoder.
+            masking) count too: the token stays in the encoder, its loss is taken from the decoder. (In training with the
+            two indices they do not: pass no indices with such labels.)
         kept_index (`torch.LongTensor` of shape `(batch_size, kept_width)`, *optional*):
             Positions of the tokens that the encoder sees, -1 where a row has fewer, as `DataCollatorForMaeLm` makes
             them. Given this and `hidden_index`, forward needs no host sync and compiles with `fullgraph=True`, and in
@@ -767,8 +786,9 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         )
         for layer in self.decoder.layers[:-1]:
             states = layer(states, attention_mask=mask)
-        if slots is None:
-            return self.decoder.layers[-1](states, attention_mask=mask)
+        if slots is None or not takes_fewer_queries(self.config):
+            states = self.decoder.layers[-1](states, attention_mask=mask)
+            return states if slots is None else take(states, slots, 0.0)
         queries = take(states, slots, 0.0)
         mask = create_attention_mask(
             self.config,

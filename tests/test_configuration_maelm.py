@@ -30,6 +30,7 @@ def test_defaults_are_the_papers_base_size():
         ({"encoder_mask_fraction": 1.5}, "encoder_mask_fraction=1.5.*between 0"),
         ({"vocab_size": 100, "mask_token_id": 100}, "mask_token_id=100 is no id.*tokenizer.mask_token_id"),
         ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob=1.0.*\[0, 1\)"),
+        ({"hidden_act": "gellu"}, "hidden_act='gellu' is no activation; choose one of gelu"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0.*at least 1"),
         ({"decoder_num_hidden_layers": -1}, "decoder_num_hidden_layers=-1"),
     ],

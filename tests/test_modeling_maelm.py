@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForMaskedLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 from maelm_hf import (
     MaeLmConfig,
@@ -383,6 +385,64 @@ def test_flash_attention_with_a_bias_is_refused():
         MaeLmModel._from_config(config(), attn_implementation="flash_attention_2")
 
 
+def as_flash(query, key, value, attended):
+    """
+    transformers' flash path on padded input, in plain torch: `attended` (batch, keys) tells real keys, and, of a layer
+    that asks fewer queries than it has keys, its last columns tell which queries are real; others come back as zeros.
+    """
+    batch_size, _, queries, size = query.shape
+    attended = torch.ones(batch_size, key.shape[2], dtype=torch.bool) if attended is None else attended.bool()
+    scores = query @ key.transpose(2, 3) * size**-0.5
+    scores = scores.masked_fill(~attended[:, None, None], torch.finfo(scores.dtype).min)
+    output = (scores.softmax(-1) @ value).transpose(1, 2)
+    return output * attended[:, -queries:, None, None]
+
+
+@pytest.fixture
+def flash_stand_in(monkeypatch):
+    """The flash backend is CUDA's alone; what our model asks of it can be tested without."""
+    name = "flash_attention_2"
+
+    def forward(module, query, key, value, attention_mask, **kwargs):
+        return as_flash(query, key, value, attention_mask), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, forward)
+    return name
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_flash_attention_is_asked_for_what_it_can_do(flash_stand_in, sparse):
+    model = build(attention="eager", relative_position_buckets=0)
+    inputs = batch(20, 13, hidden=0.2)
+    inputs["labels"][0, :6] = 9  # more targets than hidden tokens
+    with torch.no_grad():
+        expected = model(**inputs, sparse_logits=sparse)
+        model.config._attn_implementation_internal = flash_stand_in
+        output = model(**inputs, sparse_logits=sparse)
+    real = slice(None) if sparse else inputs["attention_mask"].bool()
+    assert torch.allclose(output.logits[real], expected.logits[real], atol=1e-5)
+    assert torch.allclose(output.loss, expected.loss, atol=1e-6)
+    packed, _ = packed_and_separate()
+    with pytest.raises(ValueError, match=r"flash_attention_2.*document_ids.*'sdpa', 'eager' or 'flex_attention'"):
+        model(**packed)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_flash_attn_2_available()), reason="needs an NVIDIA GPU and flash-attn"
+)
+@pytest.mark.parametrize("sparse", [True, False])
+def test_flash_attention_agrees_with_eager(sparse):
+    model = build(attention="eager", relative_position_buckets=0).to("cuda", torch.bfloat16)
+    inputs = {key: value.cuda() for key, value in batch(20, 13).items()}
+    with torch.no_grad():
+        expected = model(**inputs, sparse_logits=sparse).logits
+        model.set_attn_implementation("flash_attention_2")
+        output = model(**inputs, sparse_logits=sparse).logits
+    real = slice(None) if sparse else inputs["attention_mask"].bool()
+    assert torch.allclose(output[real].float(), expected[real].float(), atol=0.1)  # bf16
+
+
 @pytest.mark.parametrize("name", ["attention_probs_dropout_prob", "decoder_dropout_prob"])
 def test_flex_attention_with_dropout_is_refused_in_our_words(name):
     model = build(attention="flex_attention", **{name: 0.1}).train()
@@ -607,6 +667,10 @@ def test_tied_means_one_tensor_and_untied_means_two(tie):
             "attention_mask has shape.*one value per token",
         ),
         ({"input_ids": torch.zeros(2, 3).long(), "document_ids": torch.zeros(3).long()}, "document_ids has shape"),
+        (
+            {"input_ids": torch.zeros(1, 2).long(), "position_ids": torch.tensor([[0, 64]])},
+            r"position_ids reach 64, the model's positions end at 63",
+        ),
     ],
 )
 @pytest.mark.parametrize("model_class", [MaeLmModel, MaeLmForMaskedLM])
