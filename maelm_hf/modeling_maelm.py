@@ -679,8 +679,8 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The original ids of the tokens to predict, -100 elsewhere. Labels at tokens that are not [MASK] (80/10/10
-            masking) count too: the token stays in the encoder, its loss is taken from the decoder. (In training with the
-            two indices they do not: pass no indices with such labels.)
+            masking) count too: the token stays in the encoder, its loss is taken from the decoder. (In training with
+            the two indices they do not: pass no indices with such labels.)
         kept_index (`torch.LongTensor` of shape `(batch_size, kept_width)`, *optional*):
             Positions of the tokens that the encoder sees, -1 where a row has fewer, as `DataCollatorForMaeLm` makes
             them. Given this and `hidden_index`, forward needs no host sync and compiles with `fullgraph=True`, and in
