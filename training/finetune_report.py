@@ -162,25 +162,26 @@ def load_results(path: Path) -> dict:
 
 
 def comparison_rows(runs: list[dict], names: list[str], split: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: a task and mode a row, a model a column, the best setting's `median ± std (seeds)` of the
-    deciding metric.
+    """Header and rows: a task and mode a row, a model a column, `median ± std (seeds)` of the best setting.
 
-    The last row averages the tasks that every model has. Where two runs of a row used other data, the row says so.
+    The last rows average the tasks that every model has, by mode. Where two runs of a row used other data, the row
+    says so.
     """
     tables = [_best_by_mode(run, split) for run in runs]
-    rows, means = [], [[] for _ in runs]
+    rows: list[list[str]] = []
+    shared: dict[str, list[list[float]]] = {}  # by mode: the medians of all models, of the tasks that each of them has
     for key in dict.fromkeys(key for table in tables for key in table):
         task, mode, metric = key
         found = [table.get(key) for table in tables]
         digests = {run["tasks"][task]["data_digest"] for run in runs if task in run["tasks"]}
-        rows.append(
-            [task + (" (other data!)" if len(digests) > 1 else ""), mode, metric, *map(_median_and_spread, found)]
-        )
+        other = " (other data!)" if len(digests) > 1 else ""
+        rows.append([task + other, mode, metric, *map(_median_and_spread, found)])
         if all(found):
-            for column, summary in zip(means, found, strict=True):
-                column.append(summary["median"])
-    if len(means[0]) > 1:
-        rows.append([f"mean of {len(means[0])}", "", "", *[f"{statistics.mean(column):.2f}" for column in means]])
+            shared.setdefault(mode, []).append([summary["median"] for summary in found])
+    for mode, medians in shared.items():
+        if len(medians) > 1:
+            means = [f"{statistics.mean(column):.2f}" for column in zip(*medians, strict=True)]
+            rows.append([f"mean of {len(medians)} tasks", mode, "", *means])
     return ["task", "mode", "metric", *names], rows
 
 

@@ -346,6 +346,19 @@ def test_models_side_by_side(finished, tmp_path):
     assert (tmp_path / "table.md").read_text().startswith("| task | mode | metric | a | b |\n| --- |")
 
 
+def test_means_are_of_one_mode_over_the_tasks_every_model_has():
+    def run(**tasks):
+        entry = lambda mode, value: {"setting": {"mode": mode}, "scores": {"test": {"accuracy": summarise([value])}}}  # noqa: E731
+        shared = {"kind": "classification", "metric": "accuracy", "data_digest": "0"}
+        return {"tasks": {name: shared | {"settings": [entry(*s) for s in found]} for name, found in tasks.items()}}
+
+    first = run(a=[("finetune", 0.9), ("frozen", 0.5)], b=[("finetune", 0.7), ("frozen", 0.3)], c=[("finetune", 0.1)])
+    second = run(a=[("finetune", 0.8), ("frozen", 0.6)], b=[("finetune", 0.6)])
+    rows = comparison_rows([first, second], ["x", "y"], "test")[1]
+    assert [row for row in rows if row[0].startswith("mean")] == [["mean of 2 tasks", "finetune", "", "80.00", "70.00"]]
+    assert ["c", "finetune", "accuracy", "10.00 (1)", "–"] in rows
+
+
 def test_results_for_a_card(finished):
     results = load_results(finished)
     entry = next(e for e in results["evaluation"] if e["dataset_split"] == "test" and e["metric_type"] == "accuracy")
