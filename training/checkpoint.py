@@ -11,8 +11,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 MANIFEST = "manifest.json"
-_PREFIX, _UNFINISHED = "step-", ".unfinished-"
+# What writing raises on a full disk: safetensors wraps the operating system's error in its own.
+WRITE_ERRORS = (OSError, SafetensorError)
+_PREFIX, _UNFINISHED, _REFUSED = "step-", ".unfinished-", "refused-"
 _CHUNK = 1 << 22
 
 
@@ -21,7 +25,7 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Writes the checkpoint of a step and removes all but the newest ``keep``.
+    """Writes the checkpoint of a step and removes all but ``keep``: this one and the newest of earlier steps.
 
     ``write`` fills an unfinished folder, which then gets the manifest of its files and, once everything is on the disk,
     its final name. A kill at any moment leaves either the whole checkpoint or none.
@@ -49,28 +53,41 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
             shutil.rmtree(final)
         os.replace(unfinished, final)
         _sync(folder)
-    except OSError as error:
+    except WRITE_ERRORS as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         kept = newest_name(folder)
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written ({error.strerror or error}); "
+            f"the checkpoint of step {step} could not be written ({reason(error)}); "
             + (f"{kept} is kept." if kept else "there is none yet.")
         ) from error
-    for old in _checkpoints(folder)[:-keep]:
+    # A later step's is of a course that was given up, and may be damaged: it takes no place of a good one.
+    for old in [path for path in _checkpoints(folder) if path.name <= final.name][:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def reason(error: BaseException) -> str:
+    """Why a write failed, without the path."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
 
 
 def find_checkpoint(folder: Path, refused: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files are what was written; None if there is none.
 
+    Newer ones, which were refused, are set aside under another name, so that they count no more. Where all are
+    refused, they keep their names.
+
     Args:
         refused: called with one line for every newer checkpoint that was not.
     """
+    faulty: list[Path] = []
     for path in reversed(_checkpoints(folder)):
         fault = check(path)
         if fault is None:
+            for other in faulty:
+                _set_aside(other)
             return path
+        faulty.append(path)
         refused(f"checkpoint {path} is refused: {fault}")
     return None
 
@@ -97,6 +114,13 @@ def newest_name(folder: Path) -> str | None:
     """The newest checkpoint's path, unchecked, for messages."""
     found = _checkpoints(folder)
     return str(found[-1]) if found else None
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{_REFUSED}{path.name}")
+    if aside.exists():  # the same step, refused before
+        shutil.rmtree(aside)
+    os.replace(path, aside)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

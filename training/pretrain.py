@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from maelm_hf.probing import probe_rank
 
-from .checkpoint import CheckpointError, newest_name, save_checkpoint
+from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
 from .data import IndexedSteps, Step, StepDataset, evaluation_step
@@ -376,9 +376,9 @@ class Pretraining:
             if finished:
                 try:
                     self._write_model(self.folder / "final", weights)
-                except OSError as error:
+                except WRITE_ERRORS as error:
                     raise CheckpointError(
-                        f"{self.folder / 'final'} could not be written ({error.strerror or error}); the same command "
+                        f"{self.folder / 'final'} could not be written ({reason(error)}); the same command "
                         f"writes it again from {newest_name(self.folder / 'checkpoints')}."
                     ) from error
             plot_loss(self.folder, self.folder / "loss.png")

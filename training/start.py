@@ -17,17 +17,27 @@ from transformers import PreTrainedTokenizerBase
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 
-from .checkpoint import find_checkpoint
+from .checkpoint import find_checkpoint, newest_name
 from .recipe import Recipe, RecipeError
 from .text import Text
 
 
 def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole checkpoint and its state; refuses one of another recipe, corpus or tokenizer."""
-    found: list[Path | None] = [None]
+    """The newest whole checkpoint and its state; refuses one of another recipe, corpus or tokenizer.
+
+    Raises:
+        RecipeError: the run cannot be continued; also where it has checkpoints, and all of them are damaged.
+    """
+    folder = Path(recipe.output_dir, "checkpoints")
+    found: list[Any] = [None, None]
     if accelerator.is_main_process:
-        found = [find_checkpoint(Path(recipe.output_dir, "checkpoints"), refused=accelerator.print)]
-    checkpoint = broadcast_object_list(found)[0]
+        found = [find_checkpoint(folder, refused=accelerator.print), newest_name(folder)]
+    checkpoint, newest = broadcast_object_list(found)
+    if checkpoint is None and newest is not None:
+        raise RecipeError(
+            f"every checkpoint in {folder} is damaged: restore one, use another output_dir, or delete that folder to "
+            "begin again (which also begins the logs again)."
+        )
     if checkpoint is None:
         return None, {}
     state = json.loads((checkpoint / "state.json").read_text())

@@ -2,12 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from training import checkpoint as module
 from training.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(folder: Path) -> None:
@@ -70,6 +74,59 @@ def test_a_full_disk_keeps_the_previous_one_and_says_so(folder):
         save_checkpoint(folder, 15, fill_the_disk, keep=2)
     assert names(folder) == ["step-000000005", "step-000000010"]
     assert find_checkpoint(folder, pytest.fail).name == "step-000000010"
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """A process that may write files of 64 kB only: safetensors says so by an error of its own."""
+    script = (
+        "import resource, sys, torch\n"
+        "from pathlib import Path\n"
+        "from safetensors.torch import save_file\n"
+        "from training.checkpoint import CheckpointError, save_checkpoint\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))\n"
+        "def write(folder, size):\n"
+        "    save_file({'weights': torch.zeros(size)}, folder / 'model.safetensors')\n"
+        "folder = Path(sys.argv[1])\n"
+        "save_checkpoint(folder, 1, lambda unfinished: write(unfinished, 10), keep=2)\n"
+        "try:\n"
+        "    save_checkpoint(folder, 2, lambda unfinished: write(unfinished, 2**20), keep=2)\n"
+        "except CheckpointError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.count("\n") == 1
+    assert "the checkpoint of step 2 could not be written" in outcome.stdout
+    assert "File too large" in outcome.stdout
+    assert "step-000000001 is kept" in outcome.stdout
+    assert names(tmp_path) == ["step-000000001"]
+
+
+def test_the_one_just_written_stays_whatever_lies_beside_it(tmp_path):
+    save_checkpoint(tmp_path, 200, write, keep=1)
+    flip_a_bit(tmp_path / "step-000000200" / "weights.bin")
+    assert save_checkpoint(tmp_path, 100, write, keep=1).is_dir()
+    assert save_checkpoint(tmp_path, 150, write, keep=1).is_dir()
+    assert names(tmp_path) == ["step-000000150", "step-000000200"]
+
+
+def test_refused_ones_are_set_aside_and_count_no_more(folder):
+    for _ in range(2):  # the second time the name beside is taken
+        flip_a_bit(folder / "step-000000010" / "weights.bin")
+        assert find_checkpoint(folder, lambda _: None).name == "step-000000005"
+        assert names(folder) == ["refused-step-000000010", "step-000000005"]
+        save_checkpoint(folder, 10, write, keep=2)
+    assert find_checkpoint(folder, pytest.fail).name == "step-000000010"
+
+
+def test_where_all_are_damaged_none_is_set_aside(folder):
+    for path in folder.iterdir():
+        flip_a_bit(path / "weights.bin")
+    refused = []
+    assert find_checkpoint(folder, refused.append) is None
+    assert len(refused) == 2
+    assert names(folder) == ["step-000000005", "step-000000010"]
 
 
 def test_what_a_kill_left_behind_is_no_checkpoint_and_is_removed(folder):

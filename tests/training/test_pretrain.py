@@ -386,6 +386,18 @@ class TestRefusals:
         assert log_of(folder / "damaged") == log
         assert all(torch.equal(expected[name], tensor) for name, tensor in weights_of(folder / "damaged").items())
 
+    def test_nothing_but_damaged_checkpoints(self, folder):
+        """Not a fresh start, which would cut the logs."""
+        values = tiny_recipe(folder, "ruined", max_steps=6)
+        run(recipe_from_dict(values))
+        log = (folder / "ruined" / "log.jsonl").read_text()
+        for weights in (folder / "ruined" / "checkpoints").glob("*/model.safetensors"):
+            weights.write_bytes(weights.read_bytes()[:-4])
+        for _ in range(2):
+            with pytest.raises(RecipeError, match=r"every checkpoint in .*ruined.checkpoints is damaged: restore one"):
+                run(recipe_from_dict(values))
+        assert (folder / "ruined" / "log.jsonl").read_text() == log
+
     def test_blocks_longer_than_the_model(self, folder):
         values = tiny_recipe(folder, "long", model__max_position_embeddings=16)
         with pytest.raises(RecipeError, match="max_position_embeddings"):
@@ -475,6 +487,25 @@ class TestFaults:
         assert summary.finished
         kept = sorted(path.name for path in (folder / "full" / "checkpoints").iterdir())
         assert kept == ["step-000000005", "step-000000012"]
+
+    def test_a_disk_too_full_for_the_final_model(self, folder):
+        """With a limit of the operating system: the checkpoints of a small run fit, its last files do not."""
+        limit = (
+            "import resource\n"
+            "finish = pretrain.Pretraining.finish\n"
+            "def finish_on_a_full_disk(self):\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))\n"
+            "    return finish(self)\n"
+            "pretrain.Pretraining.finish = finish_on_a_full_disk\n"
+        )
+        process = start(tiny_recipe(folder, "no-room", max_steps=5), before=limit)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 1, output
+        last = output.splitlines()[-1]
+        assert "training.checkpoint.CheckpointError: " in last
+        assert "final could not be written (" in last
+        assert "File too large" in last
+        assert "step-000000005" in last
 
 
 def test_signal_handlers_are_put_back(finished):
