@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -110,12 +111,18 @@ class Recipe:
             "evaluation_blocks": self.evaluation_blocks,
             "checkpoint_every": self.checkpoint_every,
             "keep_checkpoints": self.keep_checkpoints,
+            "tokenizer.training_bytes": self.tokenizer.training_bytes,
             "data.length_window": self.data.length_window,
             "data.preprocessing_workers": self.data.preprocessing_workers,
+            "optimizer.learning_rate": self.optimizer.learning_rate,
+            "optimizer.muon_learning_rate": self.optimizer.muon_learning_rate,
+            "optimizer.eps": self.optimizer.eps,
             "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
+        if self.data.micro_batch_size != "auto":
+            positive["data.micro_batch_size"] = self.data.micro_batch_size
         for key, value in positive.items():
-            if value <= 0:
+            if not 0 < value < math.inf:  # nan too
                 raise RecipeError(f"{key} must be positive, got {value}.")
         for key, value in {
             "seed": self.seed,
@@ -123,9 +130,18 @@ class Recipe:
             "data.num_workers": self.data.num_workers,
             "optimizer.warmup_steps": self.optimizer.warmup_steps,
             "optimizer.decay_steps": self.optimizer.decay_steps,
+            "optimizer.weight_decay": self.optimizer.weight_decay,
         }.items():
-            if value < 0:
+            if not 0 <= value < math.inf:
                 raise RecipeError(f"{key} must not be negative, got {value}.")
+        for key, value in {
+            "data.mask_ratio": self.data.mask_ratio,
+            "corpus.held_out_share": self.corpus.held_out_share,
+        }.items():
+            if not 0 < value < 1:
+                raise RecipeError(f"{key} must be between 0 and 1, got {value}.")
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise RecipeError(f"optimizer.betas must be at least 0 and below 1, got {list(self.optimizer.betas)}.")
         if self.data.max_length < 4:
             raise RecipeError(f"data.max_length must be at least 4, got {self.data.max_length}.")
         if (self.data.batch_size is None) == (self.data.batch_tokens is None):
@@ -137,12 +153,15 @@ class Recipe:
             raise RecipeError(
                 f"data.batch_tokens ({self.data.batch_tokens}) is below data.max_length ({self.data.max_length})."
             )
-        if not 0 < self.corpus.held_out_share < 1:
-            raise RecipeError(f"corpus.held_out_share must be between 0 and 1, got {self.corpus.held_out_share}.")
         if self.optimizer.schedule == "wsd" and self.optimizer.decay_steps == 0:
             raise RecipeError("optimizer.schedule 'wsd' needs optimizer.decay_steps, the steps of its final decay.")
         if self.optimizer.name == "muon" and self.precision == "fp16":
             raise RecipeError("precision fp16 scales the gradients of one optimizer: use bf16 or fp32 with muon.")
+        if self.data.packing and self.attention == "flash_attention_2":
+            raise RecipeError(
+                "attention flash_attention_2 would let the documents of a packed row see each other: use auto, sdpa or "
+                "flex_attention, or set data.packing false."
+            )
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.max_steps:
             raise RecipeError("optimizer.warmup_steps and decay_steps together are more than max_steps.")
 
@@ -199,6 +218,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         values = yaml.safe_load(path.read_text()) or {}
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe at {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read as a recipe: {error}.") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -206,6 +227,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for key, value in _parse_overrides(overrides):
         section, _, name = _resolve_key(key).rpartition(".")
         target = values.setdefault(section, {}) if section else values
+        if not isinstance(target, dict):
+            raise RecipeError(f"{section} must be a section of keys, got {target!r}.")
         target[name] = value
     return recipe_from_dict(values)
 
@@ -294,7 +317,10 @@ def _parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise RecipeError(f"--{key} lacks a value.")
             text = rest.pop(0)
-        pairs.append((key, yaml.safe_load(text)))
+        try:
+            pairs.append((key, yaml.safe_load(text)))
+        except yaml.YAMLError:
+            raise RecipeError(f"--{key} {text!r} is no YAML value: put it in quotes of its own, '\"...\"'.") from None
     return pairs
 
 

@@ -34,11 +34,17 @@ def load_tokenizer(recipe: Recipe, corpus: Corpus, cache_dir: Path) -> PreTraine
     """The tokenizer the recipe names, or one trained on the training documents (through the cache).
 
     Raises:
-        RecipeError: the tokenizer has no [MASK] or no padding token.
+        RecipeError: there is no such tokenizer, or it has no [MASK] or no padding token.
     """
     section = recipe.tokenizer
     if section.path is not None:
-        tokenizer = AutoTokenizer.from_pretrained(section.path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(section.path)
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"tokenizer.path {section.path!r} is neither a tokenizer's folder nor its Hub name: "
+                f"{' '.join(str(error).split())}"
+            ) from None
         for role in ("mask_token", "pad_token"):
             if getattr(tokenizer, role) is None:
                 raise RecipeError(f"tokenizer.path {section.path}: it has no {role}; add one and save it again.")

@@ -85,6 +85,16 @@ class TestRecipe:
             (["--warmup_steps", "100"], "more than max_steps"),
             (["--schedule", "wsd"], "decay_steps"),
             (["--precision", "fp16"], "fp16"),
+            (["--mask_ratio", "15"], "data.mask_ratio must be between 0 and 1, got 15"),
+            (["--mask_ratio", "0"], "data.mask_ratio must be between 0 and 1"),
+            (["--learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1"),
+            (["--learning_rate", ".nan"], "optimizer.learning_rate must be positive, got nan"),
+            (["--muon_learning_rate", "0"], "optimizer.muon_learning_rate must be positive"),
+            (["--micro_batch_size", "0"], "data.micro_batch_size must be positive"),
+            (["--weight_decay", "-0.1"], "optimizer.weight_decay must not be negative"),
+            (["--betas", "[0.9, 1.0]"], r"optimizer.betas must be .* below 1, got \[0.9, 1.0\]"),
+            (["--output_dir", "a: b: c"], "--output_dir 'a: b: c' is no YAML value"),
+            (["--packing", "true", "--attention", "flash_attention_2"], "packed row see each other"),
             (["max_steps", "3"], "expected --key value"),
             (["--max_steps"], "lacks a value"),
         ],
@@ -100,6 +110,11 @@ class TestRecipe:
             load_recipe(path)
         with pytest.raises(RecipeError, match="there is no recipe at"):
             load_recipe(folder / "nowhere.yaml")
+        with pytest.raises(RecipeError, match="cannot be read as a recipe"):
+            load_recipe(folder)
+        path.write_text("output_dir: runs/a\nmax_steps: 5\ndata: 3\n")
+        with pytest.raises(RecipeError, match="data must be a section of keys, got 3"):
+            load_recipe(path, ["--data.max_length", "32"])
 
     def test_numbers_that_yaml_reads_as_text(self, folder):
         assert load_recipe(self.write(folder), ["--learning_rate", "2e-4"]).optimizer.learning_rate == 2e-4
@@ -414,6 +429,14 @@ class TestRefusals:
         error = capsys.readouterr().err
         assert error.startswith("error: unknown recipe key --max_step (did you mean max_steps")
         assert error.count("\n") == 1
+
+    def test_no_such_tokenizer(self, folder, capsys):
+        path = folder / "cli.yaml"
+        path.write_text(yaml.safe_dump(tiny_recipe(folder)))
+        assert main([str(path), "--tokenizer.path", str(folder / "nowhere")]) == 1
+        error = capsys.readouterr().err
+        assert f"error: tokenizer.path '{folder / 'nowhere'}' is neither a tokenizer's folder nor" in error
+        assert error.splitlines()[-1].startswith("error: ")
 
 
 class TestFaults:
