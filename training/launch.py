@@ -12,8 +12,11 @@ import os
 from collections.abc import Mapping, Sequence
 
 import psutil
+from accelerate.commands.config import config_args
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from .recipe import RecipeError
 
 
 def asked_for_processes(environment: Mapping[str, str], launcher: Sequence[str]) -> int:
@@ -22,6 +25,9 @@ def asked_for_processes(environment: Mapping[str, str], launcher: Sequence[str])
     Args:
         environment: of this process.
         launcher: the command line of the process that started it.
+
+    Raises:
+        RecipeError: several processes were asked for that cannot be started here.
     """
     on_cpu = environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
     # Accelerate announces an address only where it was asked for more than one process.
@@ -29,11 +35,28 @@ def asked_for_processes(environment: Mapping[str, str], launcher: Sequence[str])
         return 0
     if any(name in environment for name in ("LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")):
         return 0
+    if not any("accelerate" in word for word in launcher):
+        return 0
+    settings = _settings(launcher)
+    if int(settings.get("num_machines") or 1) > 1:
+        raise RecipeError("accelerate launch starts no processes on the CPUs of several machines: use torchrun.")
+    if settings.get("num_processes") is None:
+        raise RecipeError("accelerate launch asks for several CPU processes, how many is not said: --num_processes N.")
+    return int(settings["num_processes"])
+
+
+def _settings(launcher: Sequence[str]) -> dict[str, str | int | None]:
+    """The launcher's numbers of processes and machines: its options, then its configuration file, as Accelerate."""
+    options = {}
     for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
         option, _, value = word.partition("=")
-        if option in ("--num_processes", "--num-processes"):
-            return int(value or following)
-    return 0
+        if option.startswith("--"):
+            options.setdefault(option[2:].replace("-", "_"), value or following)
+    path = options.get("config_file")
+    if path is None and "cpu" not in options and os.path.isfile(config_args.default_config_file):
+        path = config_args.default_config_file
+    stored = vars(config_args.load_config_from_file(path)) if path else {}
+    return {name: options.get(name, stored.get(name)) for name in ("num_processes", "num_machines")}
 
 
 def start_missing_processes(arguments: Sequence[str]) -> int | None:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config import config_args
 from pretraining_helpers import ROOT, log_of, start, tiny_recipe, weights_of
 
 from training.launch import asked_for_processes
+from training.recipe import RecipeError
 
 # Kills itself right after the log's row of a step, or in the middle of writing a checkpoint.
 KILL_AFTER_STEP = """
@@ -140,3 +142,20 @@ def test_only_what_accelerate_did_not_start_is_started():
     assert asked_for_processes({"ACCELERATE_USE_CPU": "True"}, asked) == 0  # one was asked for
     assert asked_for_processes({"MASTER_ADDR": "127.0.0.1"}, asked) == 0  # on a GPU
     assert asked_for_processes(alone, ["bash"]) == 0
+
+
+def test_the_count_of_an_accelerate_config_file(tmp_path, monkeypatch):
+    alone = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "use_cpu": True}
+    file, several = tmp_path / "two.yaml", tmp_path / "machines.yaml"
+    file.write_text(yaml.safe_dump(config | {"num_processes": 2, "num_machines": 1}))
+    several.write_text(yaml.safe_dump(config | {"num_processes": 4, "num_machines": 2}))
+    launch = ["python", "accelerate", "launch"]
+    assert asked_for_processes(alone, [*launch, "--config_file", str(file), "-m", "training.pretrain"]) == 2
+    assert asked_for_processes(alone, [*launch, f"--config-file={file}", "--num_processes", "3"]) == 3
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+    assert asked_for_processes(alone, launch) == 2
+    with pytest.raises(RecipeError, match="how many is not said: --num_processes N"):
+        asked_for_processes(alone, [*launch, "--cpu"])  # which makes Accelerate leave the default file unread
+    with pytest.raises(RecipeError, match="several machines: use torchrun"):
+        asked_for_processes(alone, [*launch, "--config_file", str(several)])
