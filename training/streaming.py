@@ -64,9 +64,12 @@ class StreamedSteps(IterableDataset):
             raise RecipeError(
                 "a streamed corpus needs data.batch_size, and cannot be packed: set corpus.streaming false."
             )
-        self.rows = recipe.data.batch_size // world_size
-        if self.rows == 0:
-            raise RecipeError(f"data.batch_size {recipe.data.batch_size} is below the {world_size} processes.")
+        self.rows, left = divmod(recipe.data.batch_size, world_size)
+        if left or not self.rows:
+            raise RecipeError(
+                f"data.batch_size {recipe.data.batch_size} of a streamed corpus must be a multiple of the {world_size} "
+                f"processes: set {max(1, self.rows) * world_size}, or start fewer."
+            )
         self.micro_batches = -(-self.rows * recipe.data.max_length // micro_batch_tokens)
         self.documents = split_dataset_by_node(documents, rank=rank, world_size=world_size)
         self.cutter = BlockCutter(tokenizer, recipe.data.max_length, recipe.corpus.held_out_share, held_out=False)

@@ -76,8 +76,8 @@ class TestStreaming:
         expected, got = weights_of(uninterrupted), weights_of(folder / "broken")
         assert all(torch.equal(expected[name], got[name]) for name in expected)
 
-    def steps(self, folder, **process):
-        recipe = streamed(folder, "steps")
+    def steps(self, folder, batch_size=8, **process):
+        recipe = streamed(folder, "steps", data__batch_size=batch_size)
         text = prepare_text(recipe, say=lambda _: None)
         settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 128} | process
         collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
@@ -96,7 +96,7 @@ class TestStreaming:
         one_pass = [block for block, cursor in islice(whole._blocks(whole.start), 200) if cursor.epoch == 0]
         shares = []
         for rank in range(world_size):
-            *_, data = self.steps(folder, rank=rank, world_size=world_size)
+            *_, data = self.steps(folder, rank=rank, world_size=world_size, batch_size=2 * world_size)
             shares += [block for block, cursor in islice(data._blocks(data.start), 200) if cursor.epoch == 0]
         assert sorted(map(tuple, shares)) == sorted(map(tuple, one_pass))
 
@@ -105,6 +105,11 @@ class TestStreaming:
         steps = list(islice(data.steps(data.start, 0, pin=False), 30))
         samples = [sample for step in steps for sample in step.sample_index]
         assert len(set(samples)) == len(samples)
+
+    @pytest.mark.parametrize("world_size", [3, 16])
+    def test_a_batch_that_processes_cannot_share_evenly(self, folder, world_size):
+        with pytest.raises(RecipeError, match=rf"batch_size 8 .* multiple of the {world_size} processes: set \d+"):
+            self.steps(folder, world_size=world_size)
 
     def test_what_cannot_be_streamed(self, folder):
         with pytest.raises(RecipeError, match="cannot be packed"):
