@@ -153,6 +153,7 @@ class Step:
         sample_index: the block indices of the global batch (of a stream: of this process's part).
         micro_batches: the collator's output for this process, one forward pass each.
         hidden_tokens, tokens, positions: tokens to predict, real tokens, and these with padding, of this process.
+        stray_mask_tokens: [MASK] ids in its text, for which the collator put the unknown token.
     """
 
     cursor: Any
@@ -162,6 +163,7 @@ class Step:
     hidden_tokens: int
     tokens: int
     positions: int
+    stray_mask_tokens: int
 
     def pin_memory(self) -> Step:
         pinned = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.micro_batches]
@@ -181,6 +183,11 @@ def collate_step(
         hidden_tokens=sum(int((batch["labels"] != -100).sum()) for batch in micro_batches),
         tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
         positions=sum(batch["input_ids"].numel() for batch in micro_batches),
+        stray_mask_tokens=sum(
+            int(np.count_nonzero(np.asarray(feature["input_ids"]) == collator.tokenizer.mask_token_id))
+            for micro_batch in features
+            for feature in micro_batch
+        ),
     )
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .recipe import Recipe, RecipeError
 
@@ -25,6 +27,7 @@ class Progress:
     tokens: int = 0
     hidden_tokens: int = 0
     skipped_steps: int = 0  # whose gradient norm was not finite
+    stray_mask_tokens: int = 0  # [MASK] ids in the text trained on
     seconds: float = 0.0  # in training steps
 
 
@@ -34,6 +37,8 @@ class Summary:
 
     ``finished`` is False where SIGTERM stopped it (the same command continues). ``tokens`` are real tokens trained on,
     special tokens included, ``seconds`` the time in training steps; losses are in nats a hidden token.
+    ``stray_mask_tokens`` are [MASK] ids in that text, for which the unknown token was put. ``hardware`` is that of the
+    process that wrote the summary.
     """
 
     finished: bool
@@ -53,8 +58,23 @@ class Summary:
     corpus_digest: str | None
     tokenizer_digest: str
     choices: dict[str, dict]
+    hardware: str
     versions: dict[str, str]
     model: str | None  # the folder that AutoModel loads
+
+
+def hardware(device: torch.device, processes: int) -> str:
+    """The name of the GPU or processor, and how many processes trained."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")  # on Linux platform.processor() is empty
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else platform.processor() or platform.machine()
+        if device.type != "cpu":
+            name = f"{name} ({device.type})"
+    return f"{name}, {processes} process{'es' if processes > 1 else ''}"
 
 
 def tracker_of(recipe: Recipe) -> str | None:

@@ -30,7 +30,7 @@ import safetensors.torch
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm.auto import tqdm
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
@@ -41,7 +41,7 @@ from .choices import Choices, autocast_of, choose_micro_batch, choose_precision,
 from .corpus import CorpusError
 from .data import IndexedSteps, Step, StepDataset, evaluation_step
 from .launch import start_missing_processes
-from .monitoring import Progress, RunLog, Summary, plot_loss, read_log, tracker_of
+from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, read_log, tracker_of
 from .optimizers import (
     build_optimizers,
     learning_rate_factor,
@@ -50,7 +50,7 @@ from .optimizers import (
     set_learning_rate,
 )
 from .recipe import Recipe, RecipeError, load_recipe
-from .start import build_model, find_resumable, versions
+from .start import build_model, check_distribution, find_resumable, versions
 from .streaming import StreamedSteps
 from .text import Text, prepare_text
 
@@ -81,8 +81,7 @@ def run(recipe: Recipe) -> Summary:
         # The first process may tokenize for hours while the others wait.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise RecipeError("DeepSpeed keeps its optimizer state to itself: use FSDP2, training/accelerate/fsdp2.yaml.")
+    check_distribution(recipe, accelerator.distributed_type)
     # Once, and once more on nodes that do not share the cache.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         text = prepare_text(recipe, accelerator.print)
@@ -212,8 +211,8 @@ class Pretraining:
         torch.manual_seed(_seed(recipe.seed, number, accelerator.process_index))
 
         # Counted over all processes before backward, so that every hidden token of the step weighs the same.
-        counts = [step.hidden_tokens, step.tokens, step.positions, self.stop_requested]
-        counts = accelerator.reduce(torch.tensor(counts, dtype=torch.float64, device=accelerator.device), "sum")
+        counts = [step.hidden_tokens, step.tokens, step.positions, step.stray_mask_tokens, self.stop_requested]
+        counts = accelerator.reduce(torch.tensor(counts, dtype=torch.int64, device=accelerator.device), "sum")
         share = counts[0] / accelerator.num_processes  # DDP averages the gradients of the processes
 
         self.model.train()
@@ -229,10 +228,9 @@ class Pretraining:
         if hasattr(norm, "full_tensor"):  # of sharded gradients
             norm = norm.full_tensor()
         mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
-        # The step's one transfer from the device.
-        loss, norm, hidden_tokens, tokens, positions, stop = torch.stack(
-            [mean_loss.double(), norm.double(), *counts]
-        ).tolist()
+        # The step's transfers from the device; two, because not every device has a type that holds both exactly.
+        loss, norm = torch.stack([mean_loss.float(), norm.float()]).tolist()
+        hidden_tokens, tokens, positions, stray_mask_tokens, stop = counts.tolist()
 
         if not math.isfinite(loss):
             raise TrainingDivergedError(
@@ -251,8 +249,9 @@ class Pretraining:
         self.cursor = step.following
         self.progress.step = number
         self.progress.epoch = step.cursor.epoch
-        self.progress.tokens += int(tokens)
-        self.progress.hidden_tokens += int(hidden_tokens)
+        self.progress.tokens += tokens
+        self.progress.hidden_tokens += hidden_tokens
+        self.progress.stray_mask_tokens += stray_mask_tokens
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds
         return {
@@ -261,8 +260,8 @@ class Pretraining:
             "loss": loss,
             "learning_rate": recipe.optimizer.learning_rate * factor,
             "grad_norm": norm if math.isfinite(norm) else None,
-            "hidden_tokens": int(hidden_tokens),
-            "tokens": int(tokens),
+            "hidden_tokens": hidden_tokens,
+            "tokens": tokens,
             "padding": 1 - tokens / positions,
             "batch": _digest(step),
             "tokens_per_second": tokens / seconds,
@@ -272,8 +271,7 @@ class Pretraining:
     def evaluate(self, bar: tqdm) -> None:
         """Loss and accuracy on hidden tokens of held-out documents, the same tokens each time."""
         self.model.eval()
-        device = self.accelerator.device
-        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, tokens
+        losses, counts = [], []  # of micro-batches; the counts are right answers and tokens
         step = evaluation_step(self.held_out, self.recipe.evaluation_blocks)
         for batch in step.micro_batches:
             batch = self._on_device(batch)
@@ -284,14 +282,17 @@ class Pretraining:
             if len(targets) != len(output.logits):  # on a CPU the model predicts no unused slots
                 targets = targets[targets != -100]
             right = (output.logits.argmax(-1) == targets).sum()
-            sums += torch.stack([output.loss.double(), right.double(), (targets != -100).sum().double()])
-        loss, right, tokens = self.accelerator.reduce(sums, "sum").tolist()
+            losses.append(output.loss.float())
+            counts.append(torch.stack([right, (targets != -100).sum()]))
+        # Added up on the host, in float64, which not every device has.
+        mine = [sum(torch.stack(losses).tolist()), *torch.stack(counts).sum(0).tolist()]
+        loss, right, tokens = (sum(column) for column in zip(*gather_object([mine]), strict=True))
         if self.accelerator.is_main_process:
             row = {
                 "step": self.progress.step,
                 "loss": loss / tokens,
                 "accuracy": right / tokens,
-                "hidden_tokens": int(tokens),
+                "hidden_tokens": tokens,
             }
             self.evaluations.write(row)
             self.accelerator.log({f"held_out/{name}": row[name] for name in ("loss", "accuracy")}, step=row["step"])
@@ -361,7 +362,7 @@ class Pretraining:
             tokens=progress.tokens,
             hidden_tokens=progress.hidden_tokens,
             skipped_steps=progress.skipped_steps,
-            stray_mask_tokens=self.collator.stray_mask_tokens,
+            stray_mask_tokens=progress.stray_mask_tokens,
             seconds=progress.seconds,
             tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
             parameters=self.parameters,
@@ -369,6 +370,7 @@ class Pretraining:
             corpus_digest=self.text.digests["corpus"],
             tokenizer_digest=self.text.digests["tokenizer"],
             choices=self.choices.as_dict(),
+            hardware=hardware(self.accelerator.device, self.accelerator.num_processes),
             versions=versions(),
             model=str(self.folder / "final") if finished else None,
         )

@@ -11,8 +11,12 @@ import pytest
 import torch
 import yaml
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType
 from pretraining_helpers import log_of, start, tiny_recipe, weights_of
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
 from maelm_hf.probing import RankReport
@@ -22,7 +26,7 @@ from training.monitoring import tracker_of
 from training.optimizers import build_optimizers, learning_rate_factor, load_optimizer_tensors, optimizer_tensors
 from training.pretrain import main, run
 from training.recipe import OptimizerSection, RecipeError, load_recipe, recipe_from_dict
-from training.start import build_model
+from training.start import build_model, check_distribution
 from training.text import prepare_text
 
 
@@ -253,6 +257,7 @@ class TestRun:
         rows = log_of(run_folder)
         assert on_disk["tokens"] == sum(row["tokens"] for row in rows)
         assert on_disk["hidden_tokens"] == sum(row["hidden_tokens"] for row in rows)
+        assert on_disk["hardware"].endswith(", 1 process")
         assert (run_folder / "loss.png").read_bytes()[1:4] == b"PNG"
         assert load_recipe(run_folder / "recipe.yaml") == recipe
         assert (
@@ -327,7 +332,54 @@ class TestRun:
         assert "kept from the checkpoint" in capsys.readouterr().out
 
 
+class No64BitFloats(TorchDispatchMode):
+    """Refuses what mps would: every new float64 tensor."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+                raise TypeError(f"{function} makes a float64 tensor")
+        return result
+
+
+class TestDevices:
+    def test_steps_and_evaluations_need_no_float64(self, folder, finished, monkeypatch):
+        for name in ("step", "evaluate"):
+            original = getattr(pretrain.Pretraining, name)
+
+            def as_on_mps(self, *arguments, original=original):
+                with No64BitFloats():
+                    return original(self, *arguments)
+
+            monkeypatch.setattr(pretrain.Pretraining, name, as_on_mps)
+        run(recipe_from_dict(tiny_recipe(folder, "no-float64", max_steps=12)))
+        assert log_of(folder / "no-float64") == log_of(folder / "finished")
+
+
 class TestWatching:
+    def test_mask_tokens_in_the_text_are_counted_once_a_step_through_a_resume(self, folder):
+        """A word-level tokenizer reads [MASK] in a text as the token. Every block holds one, and six tokens."""
+        lines = [f"[MASK] word{number} a b" for number in range(60)]
+        (folder / "masks.txt").write_text("\n".join(lines) + "\n")
+        specials = ["<pad>", "<s>", "</s>", "<unk>", "[MASK]"]
+        words = [*specials, "a", "b", *(f"word{number}" for number in range(60))]
+        backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        backend.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 1), ("</s>", 2)])
+        roles = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token", "mask_token"), specials, strict=True))
+        PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(folder / "words")
+
+        values = tiny_recipe(folder, "masks", max_steps=12, data__num_workers=1)
+        values["corpus"]["source"] = str(folder / "masks.txt")
+        values["tokenizer"] = {"path": str(folder / "words")}
+        summary = run(recipe_from_dict(values))
+        assert summary.stray_mask_tokens == summary.tokens / 6 > 0
+        newest = folder / "masks" / "checkpoints" / "step-000000012"
+        (newest / "manifest.json").unlink()
+        again = run(recipe_from_dict(values))  # from step 10
+        assert again.stray_mask_tokens == summary.stray_mask_tokens
+
     def test_the_rank_probe_reports_and_changes_nothing(self, folder, finished):
         run(recipe_from_dict(tiny_recipe(folder, "probed", max_steps=12, probe_every=6)))
         report = RankReport.load(folder / "probed" / "probes" / "step-000000006")
@@ -421,6 +473,15 @@ class TestRefusals:
     def test_a_config_that_contradicts_itself(self, folder):
         with pytest.raises(RecipeError, match=r"hidden_size.*num_attention_heads"):
             run(recipe_from_dict(tiny_recipe(folder, "odd", model__num_attention_heads=3)))
+
+    def test_what_the_launcher_cannot_share_among_processes(self, folder):
+        recipe = recipe_from_dict(tiny_recipe(folder, probe_every=2))
+        with pytest.raises(RecipeError, match=r"FSDP shards them: set probe_every 0, and .*maelm probe rank"):
+            check_distribution(recipe, DistributedType.FSDP)
+        with pytest.raises(RecipeError, match=r"DeepSpeed .*use FSDP2"):
+            check_distribution(recipe, DistributedType.DEEPSPEED)
+        check_distribution(recipe, DistributedType.MULTI_GPU)
+        check_distribution(recipe_from_dict(tiny_recipe(folder)), DistributedType.FSDP)
 
     def test_the_command_line_says_errors_in_one_line(self, folder, capsys):
         path = folder / "cli.yaml"
