@@ -19,9 +19,10 @@ from .capture import capture_hidden_states
 from .data import ProbeData, open_data
 from .inputs import Budget, Masking, ProbeBatch, image_batches, ready_batches, text_batches
 from .loading import ProbedModel, load_model, load_processor
+from .processes import all_notes
 from .rank import RepresentationMoments
 from .rank_report import RankReport
-from .rank_table import MASK, REAL, UNMASKED, Moments
+from .rank_table import MASK, REAL, UNMASKED, Moments, moments_of_every_process
 from .settings import environment
 from .spectrum import effective_rank
 
@@ -136,7 +137,8 @@ def probe_rank(
         "blocks": blocks,
         **environment(probed),
     }
-    report = RankReport.from_moments(moments, positions, settings, notes)
+    moments, positions = moments_of_every_process(moments, positions, blocks=blocks, device=probed.device)
+    report = RankReport.from_moments(moments, positions, settings, all_notes(notes))
     thin = [row for row in report.rows if row["tokens"] < row["dim"]]
     if thin:
         warnings.warn(

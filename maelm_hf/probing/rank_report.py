@@ -16,9 +16,6 @@ from .rank_figures import compare_ranks, rank_by_layer, spectra_by_layer
 from .rank_table import MASKED, POPULATIONS, UNMASKED, Moments, rank_table
 from .report import Report
 
-# Moments are saved in two halves: enough for every number and its settled flag after a merge, a quarter of the size.
-SAVED_BLOCKS = 2
-
 
 class RankReport(Report):
     """Rank numbers by layer and token population; made by :func:`maelm_hf.probing.probe_rank`.
@@ -50,9 +47,6 @@ class RankReport(Report):
         rows, tensors = rank_table(moments, positions, settings)
         if not rows:
             raise ValueError("the data gave no token: nothing was measured")
-        for (layer, population), sums in moments.items():
-            kept = sums.joined(SAVED_BLOCKS if sums.blocks % SAVED_BLOCKS == 0 else 1)
-            tensors |= {f"moments/{layer}/{population}/{name}": value for name, value in kept.metric_state.items()}
         return cls(rows, dict(settings), tensors, [*notes, *_warnings(rows)])
 
     @classmethod

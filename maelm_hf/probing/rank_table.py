@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .processes import from_every_process
 from .rank import RepresentationMoments
 from .resampling import FEWEST_BLOCKS, block_bootstrap_interval, is_settled, pseudo_values
 from .spectrum import alpha_req_fit_range, effective_rank, entropy_effective_rank, interpolated_effective_rank
 
 UNMASKED, MASKED, REAL, MASK = "unmasked", "masked/all", "masked/real", "masked/[MASK]"
 POPULATIONS = (UNMASKED, MASKED, REAL, MASK)
+
+# Moments are saved in two halves: enough for every number and its settled flag after a merge, a quarter of the size.
+SAVED_BLOCKS = 2
 
 Moments = Mapping[tuple[str, str], RepresentationMoments]  # (layer, population)
 Settings = Mapping[str, Any]
@@ -46,15 +50,36 @@ COLUMNS = (
 )
 
 
+def moments_of_every_process(
+    moments: Moments, positions: Mapping[str, str], *, blocks: int, device: torch.device
+) -> tuple[Moments, dict[str, str]]:
+    """The same layers and populations on every process, in the same order, with zeros where this one saw none.
+
+    Sums meet by collectives: a process that got no batch has to take part in them all the same.
+    """
+    everyone = from_every_process((dict(positions), {key: sums.dim for key, sums in moments.items()}))
+    layers: dict[str, str] = {}
+    dims: dict[tuple[str, str], int] = {}
+    for their_layers, their_dims in everyone:
+        layers |= their_layers
+        dims |= their_dims
+    agreed = {
+        key: moments[key] if key in moments else RepresentationMoments(dim, blocks=blocks).to(device)
+        for key, dim in dims.items()
+    }
+    return agreed, layers
+
+
 def rank_table(
     moments: Moments, positions: Mapping[str, str], settings: Settings
 ) -> tuple[list[Row], dict[str, Tensor]]:
-    """The table's rows, and each row's singular values as ``raw/<layer>/<population>`` and ``centred/...``.
+    """The table's rows; each row's singular values as ``raw/<layer>/<population>`` and ``centred/...``, and the sums
+    they were read off as ``moments/<layer>/<population>/<sum>``.
 
-    Over several processes every one has to call it, and all get the same.
+    Over several processes every one has to call it, with the same layers and populations, and all get the same.
     """
     rows: list[Row] = []
-    spectra: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with _one_thread_each() as pool:
         for number, (layer, position) in enumerate(positions.items()):
             with ExitStack() as synced:
@@ -76,8 +101,11 @@ def rank_table(
                         row |= _containment(populations[REAL], sums, settings)
                     row["alpha_req_fit_range"] = "{}-{}".format(*alpha_req_fit_range(sums.dim))
                     rows.append(row | _with_halves(one, sums.tokens, sums.dim))
-                    spectra[f"raw/{layer}/{name}"], spectra[f"centred/{layer}/{name}"] = one.raw, one.centred
-    return rows, spectra
+                    tensors[f"raw/{layer}/{name}"], tensors[f"centred/{layer}/{name}"] = one.raw, one.centred
+                for name, sums in of_layer.items():
+                    kept = sums.joined(SAVED_BLOCKS if sums.blocks % SAVED_BLOCKS == 0 else 1)
+                    tensors |= {f"moments/{layer}/{name}/{key}": value for key, value in kept.metric_state.items()}
+    return rows, tensors
 
 
 def with_masked_all(populations: Mapping[str, RepresentationMoments]) -> dict[str, RepresentationMoments]:
