@@ -108,7 +108,7 @@ def find_layout(
         sizes = sorted({f"{layer.grid[0]} x {layer.grid[1]}" for layer in windowed})
         notes.append(
             f"Attention runs inside windows of {', '.join(sizes)} patches in {len(windowed)} layers: places, centres "
-            "and distances are within a window, an image's number is the mean over its windows; there is no rollout."
+            "and distances are within a window, an image's number is the mean over its windows."
         )
     return layers, notes
 

@@ -29,6 +29,7 @@ from .capture import capture_hidden_states
 from .data import ProbeData, open_data
 from .inputs import Budget, ProbeBatch, ready_batches, text_batches
 from .loading import ProbedModel, load_model, load_processor
+from .processes import all_notes, from_every_process
 from .settings import environment
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def probe_attention(
         layers = measurement.results()
     if data.skipped:
         notes.append(f"{len(data.skipped)} files could not be read and were skipped: {'; '.join(data.skipped[:20])}.")
+    notes = all_notes(notes)
     for note in notes:
         logger.info(note)
     settings = {
@@ -145,6 +147,7 @@ class _Measurement:
         self._statistics: dict[str, AttentionStatistics] = {}
         self._rollout: dict[str, AttentionStatistics] = {}
         self._hidden: dict[str, MeanAndSpread] = {}
+        self._without_rollout: str | None = None  # why there is none
         self._rolled: Tensor | None = None  # (images, tokens, tokens): the rollout of the running batch so far
 
     def add(self, batch: ProbeBatch) -> None:
@@ -175,23 +178,30 @@ class _Measurement:
         self._rolled = None
 
     def _look(self, batch: ProbeBatch) -> None:
-        """Find the layout from the first image (or text), and make the accumulators."""
+        """Find the layout from the first image (or text)."""
         first = _first_items(batch, 1).inputs
         with torch.no_grad():
             found, notes = find_layout(self.model.module, lambda: run(self.model.module, first), first, self.given)
         self.notes.extend(notes)
-        self.layouts = [layout for layout in found if layout.skipped is None]
-        if not self.layouts:
+        layouts = [layout for layout in found if layout.skipped is None]
+        if not layouts:
             raise ValueError(f"{found[0].name}: {found[0].skipped}")
+        self._prepare(layouts)
+
+    def _prepare(self, layouts: list[LayerLayout]) -> None:
+        """Make the accumulators."""
+        self.layouts = layouts
         self._by_name = {layout.name: layout for layout in self.layouts}
         self._blocks = {layout.name: _block_of(layout.name) for layout in self.layouts if _block_of(layout.name)}
-        shapes = {(layout.grid, layout.prefix_tokens, layout.windowed) for layout in self.layouts}
-        self._rolls = len(shapes) == 1 and not self.layouts[0].windowed
+        if any(layout.windowed for layout in self.layouts):
+            self._without_rollout = "attention runs inside windows"
+        elif len({(layout.grid, layout.prefix_tokens) for layout in self.layouts}) > 1:
+            self._without_rollout = "the layers have different grids"
         device = self.model.device
         for layout in self.layouts:
             options = {"grid": layout.grid, "prefix_tokens": layout.prefix_tokens, "seed": self.seed}
             self._statistics[layout.name] = AttentionStatistics(layout.heads, **options).to(device)
-            if self._rolls:
+            if self._without_rollout is None:
                 self._rollout[layout.name] = AttentionStatistics(1, **options).to(device)
             self._hidden[layout.name] = MeanAndSpread(_HIDDEN_NUMBERS).to(device)
 
@@ -206,7 +216,7 @@ class _Measurement:
 
     def _add_maps(self, layout: LayerLayout, maps: AttentionMaps, windows: int) -> None:
         step = None
-        if self._rolls:
+        if self._without_rollout is None:
             step = torch.zeros(maps.shape[0], *maps.shape[2:], device=self.model.device)
             prefix = torch.arange(layout.prefix_tokens, device=self.model.device)
             step[:, : len(prefix)] = maps.rows(slice(None), prefix).mean(dim=1)
@@ -228,7 +238,7 @@ class _Measurement:
 
     def _add_padded(self, layout: LayerLayout, maps: AttentionMaps, counted: Tensor) -> None:
         """Sequences of different lengths, one by one and without their padding; the rollout needs whole batches."""
-        self._rolls = False
+        self._without_rollout = "sequences of a batch differ in length"
         for number, real in enumerate(counted):
             tokens = real.nonzero().squeeze(-1)
             rows = maps.rows(slice(number, number + 1), tokens).index_select(-1, tokens)
@@ -240,15 +250,38 @@ class _Measurement:
                 layout = self._by_name[name]
                 self._hidden[name].update(*_hidden_numbers(hidden, layout, counted))
 
+    def _agree(self) -> set[tuple[str, str]]:
+        """The same layers, and a rollout on every process or on none: sums meet by collectives.
+
+        Returns (layer, number of its hidden states) for what any process has measured.
+        """
+        measured = {
+            (layer, number)
+            for layer, sums in self._hidden.items()
+            for number, count in zip(_HIDDEN_NUMBERS, sums.count[:, 0].tolist(), strict=True)
+            if count
+        }
+        everyone = from_every_process((self.layouts, self._without_rollout, measured))
+        found = [layouts for layouts, _, _ in everyone if layouts]
+        if not found:
+            raise ValueError("images is empty: the probe needs at least one image that can be read")
+        if any(layouts != found[0] for layouts in found):
+            raise ValueError("the processes found different grids or layers: resize the images to one size")
+        if not self.layouts:  # this process got no batch
+            self._prepare(found[0])
+        self._without_rollout = next((reason for _, reason, _ in everyone if reason), None)
+        if self._without_rollout is not None:
+            self.notes.append(f"There is no rollout: {self._without_rollout}.")
+        return set().union(*(theirs for _, _, theirs in everyone))
+
     def results(self) -> list[dict[str, Any]]:
         """A dict a layer: its layout, and the numbers over all processes."""
-        if not self.layouts:
-            raise ValueError("images is empty: the probe needs at least one image that can be read")
+        measured = self._agree()
         layers = []
         for layout in self.layouts:
             numbers = {name: value.cpu() for name, value in self._statistics[layout.name].compute().items()}
-            hidden = self._hidden[layout.name]
-            rollout = self._rollout[layout.name].compute() if self._rolls else {}
+            hidden = self._hidden[layout.name].compute()
+            rollout = {} if self._without_rollout else self._rollout[layout.name].compute()
             layers.append(
                 {
                     "layer_name": layout.name or type(self.model.module).__name__,
@@ -256,8 +289,8 @@ class _Measurement:
                     "images": numbers.pop("images").max().item(),
                     "heads": numbers,
                     "hidden_layer": self._blocks.get(layout.name, ""),
-                    "hidden": {k: v.cpu() for k, v in hidden.compute().items() if hidden.count[:, 0].any()},
-                    "hidden_present": dict(zip(_HIDDEN_NUMBERS, (hidden.count[:, 0] > 0).tolist(), strict=True)),
+                    "hidden": {name: value.cpu() for name, value in hidden.items()},
+                    "hidden_present": {name: (layout.name, name) in measured for name in _HIDDEN_NUMBERS},
                     "rollout": {name: value.cpu() for name, value in rollout.items()},
                 }
             )

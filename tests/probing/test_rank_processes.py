@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from attention_models import build, pixels
 from rank_toys import random_texts, small_bert, word_tokenizer
 
-from maelm_hf.probing import RankReport, RepresentationMoments, probe_rank
+from maelm_hf.probing import RankReport, RepresentationMoments, probe_attention, probe_rank
 
 
 def tokens():
@@ -49,27 +50,45 @@ def metric_worker(rank):
     def gather(*_args, **_kwargs):
         raise AssertionError("the matrices of all processes were gathered on every one")
 
-    dist.all_gather = dist.all_gather_object = gather
     torch.manual_seed(0)
-    full, half, empty = (RepresentationMoments(12) for _ in range(3))
+    full, empty = RepresentationMoments(12), RepresentationMoments(12)
     index = torch.arange(30)
     full.update(tokens()[rank::2], index=index[rank::2])
     if rank == 0:
         empty.update(tokens())  # the other process sees nothing, and computes all the same
-    half.update(tokens()[rank::2], index=index[rank::2])
-    numbers = full.compute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", gather)
+        patch.setattr(dist, "all_gather_object", gather)
+        numbers, of_empty = full.compute(), empty.compute()
     local = full.tokens
     full.update(tokens()[:3], index=index[:3])  # computing leaves each process with its own sums
-    return numbers, empty.compute(), local, full.tokens
+    return numbers, of_empty, local, full.tokens
 
 
-def report_rows():
-    report = probe_rank(small_bert(), word_tokenizer(), random_texts(50), max_tokens=400, batch_size=4, progress=False)
-    return report.rows
+def reports():
+    """Of many batches, and of a single one, which leaves the second of two processes with none."""
+    return [
+        probe_rank(small_bert(), word_tokenizer(), random_texts(50), progress=False, **options)
+        for options in ({"max_tokens": 400, "batch_size": 4}, {"max_tokens": 400, "batch_size": 64})
+    ]
+
+
+def padded_batch(lengths):
+    ids = torch.randint(5, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()}
+
+
+def attention_reports():
+    """Of images in three batches and in one, and of texts where only the second process meets padding."""
+    images = [probe_attention(build("vit"), pixels(5).unbind(0), batch_size=size, progress=False) for size in (2, 8)]
+    texts = [padded_batch([7, 7]), padded_batch([9, 4]), padded_batch([5, 5])]
+    return [*images, probe_attention(small_bert(), texts, progress=False)]
 
 
 def worker(rank):
-    return metric_worker(rank), report_rows()
+    saved_tokens = lambda report: {key: sums.tokens for key, sums in report.moments().items()}  # noqa: E731
+    ranks = [(report.rows, report.notes, saved_tokens(report)) for report in reports()]
+    return metric_worker(rank), ranks, [(report.rows, report.notes) for report in attention_reports()]
 
 
 def rows_agree(rows, expected):
@@ -85,7 +104,7 @@ def rows_agree(rows, expected):
 
 
 def test_metric_sums_over_processes_by_all_reduce(of_two_processes):
-    first, second = (metric for metric, _ in of_two_processes)
+    first, second = (metric for metric, *_ in of_two_processes)
     alone = RepresentationMoments(12)
     alone.update(tokens())
     expected = alone.compute()
@@ -97,10 +116,24 @@ def test_metric_sums_over_processes_by_all_reduce(of_two_processes):
     assert first[0] == second[0]
 
 
-def test_report_of_two_processes_is_that_of_one(of_two_processes):
-    first, second = (rows for _, rows in of_two_processes)
-    rows_agree(first, report_rows())
-    rows_agree(second, first)
+def test_report_of_two_processes_is_that_of_one_also_where_one_gets_no_batch(of_two_processes):
+    for first, second, alone in zip(*(ranks for _, ranks, _ in of_two_processes), reports(), strict=True):
+        for rows, notes, saved_tokens in (first, second):
+            rows_agree(rows, alone.rows)
+            assert notes == alone.notes
+            # What is saved are the sums of all processes, or a merge would count half of the data.
+            tokens = {(row["layer"], row["population"]): row["tokens"] for row in alone.rows}
+            assert saved_tokens == {key: count for key, count in tokens.items() if key[1] != "masked/all"}
+
+
+def test_attention_of_two_processes_is_that_of_one(of_two_processes):
+    alone = attention_reports()
+    for first, second, report in zip(*(attention for *_, attention in of_two_processes), alone, strict=True):
+        for rows, notes in (first, second):
+            rows_agree(rows, report.rows)
+            assert notes == report.notes
+    assert "There is no rollout: sequences of a batch differ in length." in alone[2].notes
+    assert not any("no rollout" in note for note in alone[0].notes)
 
 
 def test_streaming_data_under_accelerate_launch(tmp_path):
