@@ -309,7 +309,7 @@ def draw(frame: pd.DataFrame) -> Figure:
     figure.axes[0].legend(frameon=False)
     seeds = frame["seed"].nunique()
     figure.suptitle(
-        f"6 x 192 ViT on photographs never trained on: mean over heads; {seeds} seed(s), thin lines", fontsize=10
+        f"6 x 192 ViT on photographs never trained on: mean over heads; thin lines: {seeds} seeds", fontsize=10
     )
     return figure
 
