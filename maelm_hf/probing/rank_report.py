@@ -16,6 +16,9 @@ from .rank_figures import compare_ranks, rank_by_layer, spectra_by_layer
 from .rank_table import MASKED, POPULATIONS, UNMASKED, Moments, rank_table
 from .report import Report
 
+# Sums of other tokens, weights or numbers than these say do not add up to anything.
+MERGED_ONLY_IF_EQUAL = ("mask_ratio", "revision", "tau", "power", "centred")
+
 
 class RankReport(Report):
     """Rank numbers by layer and token population; made by :func:`maelm_hf.probing.probe_rank`.
@@ -61,6 +64,10 @@ class RankReport(Report):
         first, *others = reports
         joined, positions = first.moments(), first.positions()
         for other in others:
+            for name in MERGED_ONLY_IF_EQUAL:
+                mine, theirs = first.settings.get(name), other.settings.get(name)
+                if mine != theirs:
+                    raise ValueError(f"cannot merge reports of {name}={mine!r} and {name}={theirs!r}: probe with one")
             if other.positions() != positions or other.model != first.model:
                 raise ValueError(f"cannot merge {other.model!r} into {first.model!r}: their layers or names differ")
             theirs = other.moments()
