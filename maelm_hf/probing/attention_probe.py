@@ -30,7 +30,7 @@ from .data import ProbeData, open_data
 from .inputs import Budget, ProbeBatch, ready_batches, text_batches
 from .loading import ProbedModel, load_model, load_processor
 from .processes import all_notes, from_every_process
-from .settings import environment
+from .settings import check_counts, environment
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ def probe_attention(
     """
     if images is None:
         raise ValueError("images is missing: pass a folder, a data set, images, prepared tensors, or texts")
+    check_counts(max_images=max_images, batch_size=batch_size, overlay_images=overlay_images, seed=seed)
+    check_counts(prefix_tokens=prefix_tokens)
     notes: list[str] = []
     if hasattr(model, "_orig_mod"):
         notes.append("The model is compiled; it is probed uncompiled, because a compiled model hides its functions.")

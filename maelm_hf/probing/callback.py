@@ -16,8 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from .data import open_data
 from .inputs import Budget, text_batches
 from .loading import load_model
-from .probe import accumulate, masking_for
+from .probe import accumulate, check_rank_arguments, masking_for
 from .rank_table import POPULATIONS, with_masked_all
+from .settings import check_counts
 from .spectrum import effective_rank, entropy_effective_rank
 
 DEFAULT_EVERY = 1000
@@ -56,6 +57,8 @@ class TrainingProbe:
         seed: int = 0,
         csv_path: str | Path | None = None,
     ) -> None:
+        check_rank_arguments(mask_ratio, tau, power)
+        check_counts(max_tokens=max_tokens, batch_size=batch_size, seed=seed)
         self.tokenizer, self.texts = tokenizer, list(texts)
         self.mask_ratio, self.max_tokens, self.batch_size, self.seed = mask_ratio, max_tokens, batch_size, seed
         self.tau, self.power, self.centred = tau, power, centred

@@ -175,7 +175,15 @@ def ready_batches(data: ProbeData, masking: Masking | None, budget: Budget) -> I
 
 
 def longest_input(model: ProbedModel, tokenizer: Any, max_length: int | None) -> int | None:
-    """The number of tokens the model takes: the position table, the config and the tokenizer say so; None: no limit."""
+    """The number of tokens the model takes: the position table, the config and the tokenizer say so; None: no limit.
+
+    Raises:
+        ValueError: ``max_length`` leaves no room for text (tokenizers then ignore it).
+    """
+    if max_length is not None and max_length <= (special := len(tokenizer("")["input_ids"])):
+        raise ValueError(
+            f"max_length={max_length} leaves no room beside {special} special tokens: pass at least {special + 1}"
+        )
     limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):

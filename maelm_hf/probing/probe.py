@@ -23,7 +23,7 @@ from .processes import all_notes
 from .rank import RepresentationMoments
 from .rank_report import RankReport
 from .rank_table import MASK, REAL, UNMASKED, Moments, moments_of_every_process
-from .settings import environment
+from .settings import check_counts, environment
 from .spectrum import effective_rank
 
 
@@ -80,9 +80,8 @@ def probe_rank(
         ValueError: arguments out of range, no tokens, a tokenizer that does not fit the model, a layer that does not
             exist, or NaN or infinity in a layer, which is named.
     """
-    if not 0 <= mask_ratio < 1:
-        raise ValueError(f"mask_ratio={mask_ratio!r} must be in [0, 1): 0.15 is usual, 0 masks nothing")
-    effective_rank(torch.ones(1), tau, power)  # refuses what is no tau or power, before the model runs
+    check_rank_arguments(mask_ratio, tau, power)
+    check_counts(max_tokens=max_tokens, max_length=max_length, batch_size=batch_size, seed=seed, blocks=blocks)
     if data is None:
         raise ValueError("data is missing: pass texts, a file, a data set, images or batches")
     probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
@@ -147,6 +146,13 @@ def probe_rank(
             stacklevel=2,
         )
     return report
+
+
+def check_rank_arguments(mask_ratio: float, tau: float, power: float) -> None:
+    """Refuse what is no share, tau or power, before the model runs."""
+    if not 0 <= mask_ratio < 1:
+        raise ValueError(f"mask_ratio={mask_ratio!r} must be in [0, 1): 0.15 is usual, 0 masks nothing")
+    effective_rank(torch.ones(1), tau, power)
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a number depends on besides its arguments: goes into every report's settings."""
+"""What a number depends on: checks of the probes' arguments, and what goes into a report's settings besides them."""
 
 from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
 from importlib import metadata
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,6 +15,31 @@ import torch
 from .loading import ProbedModel
 
 _PACKAGES = ("maelm-hf", "torch", "transformers", "timm", "datasets", "tokenizers")
+
+
+# The least that an argument may be, and the way out of less.
+_LEAST = {
+    "batch_size": (1, "1 runs the inputs one by one"),
+    "blocks": (1, "8 gives intervals, 1 none"),
+    "max_tokens": (1, "None reads everything"),
+    "max_length": (1, "None takes what the model takes"),
+    "max_images": (1, "None reads everything"),
+    "overlay_images": (0, "0 keeps none"),
+    "prefix_tokens": (0, "None finds it"),
+    "seed": (0, "any other integer will do"),
+}
+
+
+def check_counts(**arguments: Any) -> None:
+    """Refuse counts that are no integers or too small, by name; ``None`` stands for no limit."""
+    for name, value in arguments.items():
+        least, way_out = _LEAST[name]
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} must be an integer, got {value!r}: {way_out}")
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}: {way_out}")
 
 
 def environment(model: ProbedModel) -> dict[str, Any]:

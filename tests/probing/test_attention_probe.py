@@ -321,6 +321,20 @@ def test_no_images(images, error):
         probe(build("vit"), images)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"max_images": 0}, "max_images=0 must be at least 1: None reads everything"),
+        ({"overlay_images": -1}, "overlay_images=-1 must be at least 0"),
+        ({"prefix_tokens": -1}, "prefix_tokens=-1 must be at least 0"),
+    ],
+)
+def test_counts_that_are_too_small_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        probe(build("vit"), pixels(), **options)
+
+
 def test_a_layer_whose_attention_cannot_be_seen_is_noted():
     class OwnAttention(nn.Module):
         def forward(self, tokens):

@@ -94,6 +94,10 @@ def test_csv_continues_where_it_stopped(tmp_path):
 def test_bad_interval_and_missing_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="every=0"):
         RankProbeCallback(TrainingProbe(word_tokenizer(), TEXTS), every=0)
+    for options in ({"batch_size": 0}, {"max_tokens": 0}, {"mask_ratio": 1.0}, {"tau": 2.0}):
+        ((name, value),) = options.items()
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            TrainingProbe(word_tokenizer(), TEXTS, **options)
     model, _ = trained(tmp_path / "run", probed=False, steps=1)
     trainer = Trainer(model, TrainingArguments(tmp_path / "other", report_to=[], use_cpu=True))
     with pytest.raises(ValueError, match="tokenizer is missing"):

@@ -287,6 +287,13 @@ def test_nan_names_the_layer():
         ({"layers": ["encoder.layers.0"]}, ValueError, r"near matches: .*encoder\.layer\.0"),
         ({"tau": 1.5}, ValueError, "tau=1.5"),
         ({"model": 3}, TypeError, "model must be"),
+        ({"batch_size": 0}, ValueError, "batch_size=0 must be at least 1"),
+        ({"max_tokens": 0}, ValueError, "max_tokens=0 must be at least 1: None reads everything"),
+        ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer, got 1.5"),
+        ({"max_length": 0}, ValueError, "max_length=0"),
+        ({"max_length": 1}, ValueError, "max_length=1 leaves no room beside 2 special tokens: pass at least 3"),
+        ({"blocks": 0}, ValueError, "blocks=0"),
+        ({"seed": -1}, ValueError, "seed=-1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(options, error, message, monkeypatch):
@@ -310,6 +317,25 @@ def test_tokenizer_of_another_model_is_refused():
     model.config.mask_token_id = 4
     with pytest.raises(ValueError, match="mask_token_id 3"):
         probe(model, word_tokenizer(), TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_ratio": 0.3}, r"mask_ratio=0\.15 and mask_ratio=0\.3"),
+        ({"tau": 0.95}, r"tau=0\.9 and tau=0\.95"),
+        ({"power": 2}, "power=1 and power=2"),
+        ({"centred": True}, "centred=False and centred=True"),
+        ({"revision": "other"}, "revision=None and revision='other'"),
+    ],
+)
+def test_reports_of_different_settings_are_not_merged(options, message):
+    revision, options = options.get("revision"), {k: v for k, v in options.items() if k != "revision"}
+    model, tokenizer = small_bert(), word_tokenizer()
+    first = probe(model, tokenizer, TEXTS)
+    model.config._commit_hash = revision
+    with pytest.raises(ValueError, match=message):
+        RankReport.merge([first, probe(model, tokenizer, TEXTS, **options)])
 
 
 def test_reports_of_two_machines_merge_to_that_of_one(tmp_path):
