@@ -75,6 +75,10 @@ def test_column_layers_and_token_limit(model, texts, tmp_path, monkeypatch):
         (["probe", "rank", "no/such-model", "--data", "TEXTS"], "no/such-model"),
         (["probe", "rank", "./nowhere", "--data", "TEXTS"], "./nowhere does not exist"),
         (["probe", "rank", "timm/no_such_model", "--data", "TEXTS"], "timm"),
+        (
+            ["probe", "rank", "timm/vit_tiny", "--data", "TEXTS", "--revision", "v1"],
+            "revision='v1' is not taken for timm",
+        ),
         (["probe", "rank", "MODEL", "--data", "TEXTS", "--layer", "encoder.layer.7"], "near matches"),
         (["probe", "rank", "MODEL", "--data", "TEXTS", "--tau", "2"], "tau=2"),
         (["probe", "rank", "MODEL", "--data", "TEXTS", "--dtype", "float1"], "float1"),

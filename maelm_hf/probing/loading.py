@@ -79,9 +79,11 @@ def load_model(
 
     Raises:
         FileNotFoundError: the model is not there, in one line that says what was tried.
+        ValueError: a module whose parameters are sharded (FSDP2, tensor parallelism), or a revision of a timm model.
     """
     dtype = _as_dtype(dtype)
     if isinstance(model, nn.Module):
+        _refuse_sharded(model)
         module = _without_head(model)
         name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         revision = getattr(getattr(model, "config", None), "_commit_hash", None)
@@ -93,6 +95,11 @@ def load_model(
     source = str(model)
     notes: list[str] = []
     if source.startswith(TIMM_PREFIX):
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} is not taken for {source}: timm keeps a model's weights apart by tag, "
+                f"{source.partition('.')[0]}.TAG; or pass timm.create_model('hf-hub:ORG/NAME@REVISION') itself"
+            )
         module = _load_timm(source)
     else:
         module, notes = _load_transformers(source, revision, trust_remote_code, dtype)
@@ -126,6 +133,20 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    """The probe runs the encoder without its wrapper, which alone would gather the parameters."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    sharded = next((name for name, value in module.named_parameters() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{type(module).__name__} is sharded ({sharded} is a DTensor) and the probe needs whole weights: "
+            "save a checkpoint and probe that folder"
+        )
 
 
 def _without_head(model: nn.Module) -> nn.Module:
