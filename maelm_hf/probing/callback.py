@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import csv
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from .rank_table import POPULATIONS, with_masked_all
 from .settings import check_counts
 from .spectrum import effective_rank, entropy_effective_rank
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_EVERY = 1000
 CSV_FIELDS = ("step", "layer", "population", "effective_rank", "entropy_effective_rank", "tokens", "dim", "seconds")
 
@@ -31,8 +35,9 @@ class TrainingProbe:
     """Measures the effective rank of a model in training, always on the same tokens with the same masks.
 
     It leaves the run as it was: train mode, gradients and random state are untouched, so that the run with it and the
-    run without it are the same, bit for bit. Under several processes every one measures the same, which keeps sharded
-    models in step; the first one writes.
+    run without it are the same, bit for bit. Under several processes every one has a whole copy of the model and
+    measures the same; the first one writes. A model whose parameters are sharded (FSDP2, tensor parallelism) is
+    refused: probe its saved checkpoints.
 
     Args:
         tokenizer: of the model.
@@ -99,6 +104,27 @@ class TrainingProbe:
                 writer.writerow(CSV_FIELDS)
             writer.writerows(rows)
 
+    def forget_later(self, step: int) -> None:
+        """Drop the CSV file's rows of steps after ``step``: a run that resumes there measures them again.
+
+        Raises:
+            ValueError: the file has other columns than this probe writes.
+        """
+        if self.csv_path is None or not self.csv_path.exists():
+            return
+        with self.csv_path.open(newline="", encoding="utf-8") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+        if tuple(header) != CSV_FIELDS:
+            raise ValueError(f"csv_path={str(self.csv_path)!r} has the columns {header}: name another file")
+        kept = [row for row in rows if int(row[0]) <= step]
+        if len(kept) == len(rows):
+            return
+        logger.info("%s: %d rows of steps after %d are dropped", self.csv_path, len(rows) - len(kept), step)
+        fresh = self.csv_path.with_name(f"{self.csv_path.name}.new")
+        with fresh.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([header, *kept])
+        os.replace(fresh, self.csv_path)  # an interruption leaves the old file or the new one, whole
+
 
 class RankProbeCallback(TrainerCallback):
     """:class:`TrainingProbe` for ``transformers.Trainer``.
@@ -141,6 +167,9 @@ class RankProbeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if state.is_world_process_zero:
+            # The step that a run resumes from was measured before; step 0 is measured now.
+            self.probe.forget_later(state.global_step or -1)
         if state.global_step == 0:
             self._measure(state, kwargs["model"])
 

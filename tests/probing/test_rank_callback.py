@@ -6,7 +6,10 @@ import csv
 
 import pytest
 import torch
-from rank_toys import VOCAB_SIZE, random_texts, word_tokenizer
+from attention_models import build, pixels
+from rank_toys import VOCAB_SIZE, random_texts, small_bert, word_tokenizer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -17,7 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from maelm_hf.probing import RankProbeCallback, TrainingProbe, probe_rank
+from maelm_hf.probing import RankProbeCallback, TrainingProbe, probe_attention, probe_rank
 
 TEXTS = random_texts(30, seed=5)
 
@@ -32,14 +35,21 @@ class Tracker(TrainerCallback):
         self.logs.append((state.global_step, dict(logs)))
 
 
-def trained(folder, *, probed, every=2, steps=5):
+def trained(folder, *, probed, every=2, steps=5, save_steps=500, resume=None):
     set_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     # Dropout draws from the random state in every step: a single draw too many would show.
     model = BertForMaskedLM(BertConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=40, **sizes))
     tokenizer, tracker = word_tokenizer(), Tracker()
     arguments = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True, seed=1
+        folder,
+        max_steps=steps,
+        save_steps=save_steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        seed=1,
     )
     data = [dict(tokenizer(text)) for text in random_texts(40)]
     trainer = Trainer(
@@ -52,7 +62,7 @@ def trained(folder, *, probed, every=2, steps=5):
     )
     if probed:
         RankProbeCallback.attach(trainer, TEXTS, every=every, max_tokens=200)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return model, tracker
 
 
@@ -89,6 +99,48 @@ def test_csv_continues_where_it_stopped(tmp_path):
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0] for line in lines].count("step") == 1
     assert {line.split(",")[0] for line in lines[1:]} == {"1", "2"}
+
+
+def measured_steps(path):
+    with path.open(encoding="utf-8") as file:
+        rows = [(int(row["step"]), row["layer"], row["population"]) for row in csv.DictReader(file)]
+    assert len(set(rows)) == len(rows)  # no step twice
+    return sorted({step for step, *_ in rows})
+
+
+def test_a_run_that_resumes_earlier_drops_the_rows_it_measures_again(tmp_path):
+    path = tmp_path / "run" / "rank_probe.csv"
+    trained(tmp_path / "run", probed=True, steps=5, save_steps=2)
+    assert measured_steps(path) == [0, 2, 4, 5]
+    trained(tmp_path / "run", probed=True, steps=6, resume=str(tmp_path / "run" / "checkpoint-2"))
+    assert measured_steps(path) == [0, 2, 4, 6]
+    trained(tmp_path / "run", probed=True, steps=3)  # begins anew in the same folder
+    assert measured_steps(path) == [0, 2, 3]
+
+
+def test_a_file_that_is_no_rank_csv_is_left_alone(tmp_path):
+    path = tmp_path / "rank.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"has the columns \['a', 'b'\]"):
+        TrainingProbe(word_tokenizer(), TEXTS, csv_path=path).forget_later(0)
+    assert path.read_text(encoding="utf-8") == "a,b\n1,2\n"
+
+
+def test_a_sharded_model_is_refused_with_the_way_out(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model, vit = fully_shard(small_bert(), mesh=mesh), fully_shard(build("vit"), mesh=mesh)
+        for refused in (
+            lambda: probe_rank(model, word_tokenizer(), TEXTS, progress=False),
+            lambda: TrainingProbe(word_tokenizer(), TEXTS).measure(model, 0),
+            lambda: probe_attention(vit, pixels(), progress=False),
+        ):
+            with pytest.raises(ValueError, match="is sharded.*save a checkpoint and probe that folder") as caught:
+                refused()
+            assert "\n" not in str(caught.value)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_bad_interval_and_missing_tokenizer(tmp_path):
