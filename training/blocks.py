@@ -73,7 +73,9 @@ def load_blocks(
             shutil.rmtree(folder)
             kind = "held-out" if held_out else "training"
             raise RecipeError(f"there are no {kind} documents: change corpus.held_out_share or give more text.")
-        _write_lengths(rows, folder / "lengths.npy")
+        lengths = folder / f"lengths.npy.{os.getpid()}.unfinished"
+        _write_lengths(rows, lengths)
+        os.replace(lengths, folder / "lengths.npy")  # another run may have the file mapped
         files = [Path(file["filename"]).name for file in rows.cache_files]
         unfinished = folder / f"files.json.{os.getpid()}.unfinished"
         unfinished.write_text(json.dumps(files))

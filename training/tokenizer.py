@@ -51,7 +51,7 @@ def load_tokenizer(recipe: Recipe, corpus: Corpus, cache_dir: Path) -> PreTraine
         return tokenizer
 
     key = [
-        corpus.digest or corpus.description,
+        corpus.digest or [corpus.description, recipe.corpus.text_column],
         recipe.corpus.held_out_share,
         section.vocab_size,
         section.training_bytes,
@@ -62,9 +62,11 @@ def load_tokenizer(recipe: Recipe, corpus: Corpus, cache_dir: Path) -> PreTraine
         tokenizer = train_tokenizer(texts, section.vocab_size, recipe.data.max_length)
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
         tokenizer.save_pretrained(unfinished)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(unfinished, folder)
+        if (folder / "tokenizer.json").is_file():  # another run was first with the same one, and may be reading it
+            shutil.rmtree(unfinished)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of one whose files were cleaned away
+            os.replace(unfinished, folder)
     return AutoTokenizer.from_pretrained(folder, model_max_length=recipe.data.max_length)
 
 

@@ -57,6 +57,20 @@ class TestTokenizer:
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == sample
 
+    def test_one_that_another_run_finished_first_is_left_alone(self, folder, text, tmp_path, monkeypatch):
+        recipe, inodes = recipe_from_dict(tiny_recipe(folder)), []
+
+        def train_while_another_run_does(*arguments):
+            monkeypatch.undo()
+            load_tokenizer(recipe, text[0], tmp_path)
+            inodes.extend(path.stat().st_ino for path in sorted(tmp_path.rglob("*")))
+            return train_tokenizer(*arguments)
+
+        monkeypatch.setattr("training.tokenizer.train_tokenizer", train_while_another_run_does)
+        tokenizer = load_tokenizer(recipe, text[0], tmp_path)
+        assert tokenizer_digest(tokenizer) == tokenizer_digest(text[1])
+        assert inodes == [path.stat().st_ino for path in sorted(tmp_path.rglob("*"))]
+
     def test_the_mask_takes_the_space_before_it(self, text):
         tokenizer = text[1]
         masked, bare = tokenizer("the <mask> sees")["input_ids"], tokenizer("the sees")["input_ids"]
@@ -117,6 +131,18 @@ class TestBlocks:
         recipe = recipe_from_dict(tiny_recipe(folder, corpus__held_out_share=1e-9))
         with pytest.raises(RecipeError, match="no held-out documents"):
             load_blocks(recipe, text[0], text[1], folder / "cache", held_out=True)
+
+    def test_preparing_again_spares_what_another_run_has_mapped(self, folder, text, tmp_path):
+        corpus, tokenizer, *_ = text
+        recipe = recipe_from_dict(tiny_recipe(folder))
+        mapped = load_blocks(recipe, corpus, tokenizer, tmp_path, held_out=False).lengths
+        (path,) = tmp_path.glob("*/lengths.npy")
+        before, note = path.stat().st_ino, path.with_name("files.json")
+        note.unlink()  # as if the other run were not through with its preparation
+        again = load_blocks(recipe, corpus, tokenizer, tmp_path, held_out=False).lengths
+        assert path.stat().st_ino != before
+        assert mapped.tolist() == again.tolist()
+        assert sorted(file.name for file in path.parent.iterdir()) == ["blocks.arrow", "files.json", "lengths.npy"]
 
 
 class TestPermutation:
