@@ -43,7 +43,8 @@ class Corpus:
 
     Attributes:
         documents: memory-mapped, one column ``text``.
-        digest: SHA-256 of the documents in order; None for a streamed source, which is never read as a whole.
+        digest: SHA-256 of the documents in order. A streamed source is never read as a whole: for local files, a digest
+            of their paths, sizes and times and of the column read; for a Hub name None.
         description: one line for people.
     """
 
@@ -262,7 +263,7 @@ def _load_datasets(section: CorpusSection, path: Path, cache_dir: Path) -> Corpu
         documents = documents.rename_column(section.text_column, "text")
     about = f"`datasets` {section.source} {section.config or ''}".strip() + f", split {section.split}"
     if section.streaming:
-        return Corpus(documents, digest=None, description=f"{about}, streamed")
+        return Corpus(documents, _digest_of_files(path, section), description=f"{about}, streamed")
     if len(documents) == 0:
         raise CorpusError(f"{section.source} holds no documents.")
     note = cache_dir / f"digest-{documents._fingerprint}.json"
@@ -314,6 +315,17 @@ def _digest_documents(texts: Iterable[str]) -> str:
         digest.update(len(data).to_bytes(8, "little"))  # so that documents cannot run into each other
         digest.update(data)
     return digest.hexdigest()
+
+
+def _digest_of_files(path: Path, section: CorpusSection) -> str | None:
+    """Of a file or folder that is not read; None where there is none."""
+    if not path.exists():
+        return None
+    # Hidden files and those of `datasets`' own cache come and go beside the text.
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in found if file.is_file() and not file.name.startswith((".", "cache-"))]
+    listing = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return _digest_of({"files": listing, "read": [section.config, section.split, section.text_column]})
 
 
 def _digest_of(value: Any) -> str:

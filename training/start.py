@@ -62,7 +62,10 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
         raise RecipeError(
             f"{recipe.output_dir} holds a run of another recipe: {', '.join(changed)}; use another output_dir."
         )
-    for name, digest in text.digests.items():
+    digests = text.digests
+    if recipe.corpus.streaming:  # of files' times too, which differ between the copies of several nodes
+        digests = broadcast_object_list([digests])[0]
+    for name, digest in digests.items():
         if digest != state["digests"][name]:
             raise RecipeError(
                 f"the {name} is not the one that {recipe.output_dir} was begun with (digest {digest}, checkpoint "

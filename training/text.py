@@ -34,6 +34,8 @@ def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
     cache.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(recipe.corpus, cache)
     say(f"corpus: {corpus.description}")
+    if corpus.digest is None:
+        say("corpus: a stream of the Hub is not checked: should its text change, a resumed run would not notice")
     tokenizer = load_tokenizer(recipe, corpus, cache)
     if recipe.corpus.streaming:
         training, held_out = None, held_out_blocks(recipe, corpus.documents, tokenizer)

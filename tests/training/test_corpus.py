@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 from pathlib import Path
 
 import datasets
@@ -150,7 +151,13 @@ class TestDatasets:
         section = CorpusSection(source=str(source), text_column="body", streaming=streaming)
         found, corpus = texts(section, tmp_path / "cache")
         assert tuple(found) == self.rows
-        assert (corpus.digest is None) == streaming
+        assert corpus.digest is not None
+        if kind == "parquet" and streaming:  # nothing but a digest tells what is read, and when it was written
+            other = CorpusSection(source=str(source), text_column="other", streaming=True)
+            assert load_corpus(other, tmp_path / "cache").digest != corpus.digest
+            assert load_corpus(section, tmp_path / "cache").digest == corpus.digest
+            os.utime(source, ns=(0, 0))
+            assert load_corpus(section, tmp_path / "cache").digest != corpus.digest
 
     def test_missing_column(self, tmp_path):
         datasets.Dataset.from_dict({"body": self.rows}).to_json(tmp_path / "rows.jsonl")

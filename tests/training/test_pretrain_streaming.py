@@ -57,8 +57,7 @@ def interrupt_after(monkeypatch, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
-    summary = run(streamed(folder, "whole"))
-    assert summary.corpus_digest is None
+    run(streamed(folder, "whole"))
     return folder / "whole"
 
 
@@ -114,6 +113,47 @@ class TestStreaming:
     def test_what_cannot_be_streamed(self, folder):
         with pytest.raises(RecipeError, match="cannot be packed"):
             run(streamed(folder, "packed", data__packing=True))
+
+    def test_changed_local_files_are_refused(self, folder):
+        source = folder / "changing"
+        shutil.copytree(folder / "parquet", source)
+        recipe = streamed(folder, "changing-run", max_steps=5)
+        recipe.corpus.source = str(source)
+        run(recipe)
+        rows = datasets.Dataset.from_dict({"text": ["another text of another corpus"] * 40})
+        rows.to_parquet(source / "train-00001-of-00003.parquet")
+        with pytest.raises(RecipeError, match=r"the corpus is not the one that .* was begun with"):
+            run(recipe)
+
+    def test_a_tokenizer_for_each_text(self, folder):
+        """Of two columns and of changed files: the description of the corpus is the same."""
+        source = folder / "columns"
+        source.mkdir()
+        lines = [f"{letter * 3} {number}" for number in range(60) for letter in "ab"]
+
+        def tokenizer(column, lines):
+            rows = {"text": lines, "other": [line.upper() for line in lines]}
+            datasets.Dataset.from_dict(rows).to_parquet(source / "train.parquet")
+            recipe = streamed(folder, "columns-run", corpus__text_column=column)
+            recipe.corpus.source = str(source)
+            return prepare_text(recipe, say=lambda _: None).tokenizer.get_vocab()
+
+        assert "aaa" in tokenizer("text", lines)
+        assert "AAA" in tokenizer("other", lines)
+        assert "ccc" in tokenizer("text", [line.replace("a", "c") for line in lines])
+
+    def test_a_stream_that_cannot_be_checked_says_so(self, folder, monkeypatch):
+        lines = (folder / "corpus.txt").read_text().splitlines()
+        stream = datasets.Dataset.from_dict({"text": lines}).to_iterable_dataset()
+        monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: stream)
+        recipe, said = streamed(folder, "hub"), []
+        recipe.corpus.source = "someone/some-text"
+        assert prepare_text(recipe, say=said.append).digests["corpus"] is None
+        assert any("not checked" in line for line in said)
+        recipe.corpus.source = str(folder / "parquet")
+        said.clear()
+        prepare_text(recipe, say=said.append)
+        assert not any("not checked" in line for line in said)
 
     def test_other_number_of_processes(self, folder, uninterrupted):
         copied = folder / "two"
