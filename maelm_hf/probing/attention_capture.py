@@ -40,6 +40,7 @@ _PRODUCTS = frozenset(
     {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm, torch.einsum}
 )
 _ADDED_PRODUCTS = frozenset({torch.baddbmm, Tensor.baddbmm})
+_FIRST_OPERANDS = ("input", "batch1")  # of the products' keywords, in order; the others name the last operand
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|mhsa", re.IGNORECASE)
 
 
@@ -69,11 +70,14 @@ def capture_attention(model: nn.Module, on_map: Callable[[str, Tensor], None]) -
     Args:
         model: any torch module. It is not changed: what its forward returns is bit for bit what it returns without
             the capture, and hooks are gone afterwards, also after an exception. A compiled model runs uncompiled
-            while the capture is open.
+            while the capture is open. Of `nn.TransformerEncoder` this holds for its ordinary path: the fast path,
+            which is off under the capture, rounds otherwise and returns zeros for padded tokens, which are ordinary
+            values here.
         on_map: called with the name of the innermost module that ran the attention, as in `model.named_modules()` (a
             second call of the same module within one forward pass is "NAME#2"), and maps (batch, heads,
             queries, keys) in float32, after the softmax and before any dropout, without gradient. Windowed models
-            give (batch x windows, heads, window^2, window^2). It must not run `model`.
+            give (batch x windows, heads, window^2, window^2). It must not run `model`, nor change the maps in place:
+            they may be the very tensor that an eager model goes on with.
 
     Yields:
         An :class:`AttentionCapture`, whose `unseen()` names the attention modules that gave no map.
@@ -168,7 +172,7 @@ class _AttentionMode(TorchFunctionMode):
         if function in _SOFTMAX:
             self._note_softmax(args, kwargs, result)
         elif len(self._candidates):
-            self._follow(function, args, result)
+            self._follow(function, args, kwargs, result)
         return result
 
     def _emit(self, maps: AttentionMaps) -> None:
@@ -184,8 +188,8 @@ class _AttentionMode(TorchFunctionMode):
             in_half = result.dtype in (torch.float16, torch.bfloat16)
             self._candidates[result] = _Softmax(result, logits if in_half else None)
 
-    def _follow(self, function, args: tuple, result) -> None:
-        operands = [value for value in _flat(args) if isinstance(value, Tensor)]
+    def _follow(self, function, args: tuple, kwargs: dict, result) -> None:
+        operands = [value for value in _flat((*args, *_in_order(kwargs))) if isinstance(value, Tensor)]
         if function in _ADDED_PRODUCTS:
             operands = operands[1:]
         for operand in operands:
@@ -250,6 +254,13 @@ def _maps_of_multi_head_attention(args: tuple, kwargs: dict) -> Tensor:
 _MULTI_HEAD_ARGUMENTS = F.multi_head_attention_forward.__code__.co_varnames[
     : F.multi_head_attention_forward.__code__.co_argcount
 ]
+
+
+def _in_order(kwargs: dict) -> list:
+    """Values of keyword arguments, the operands of a product in their order whatever the caller's; not ``out``."""
+    places = {name: place for place, name in enumerate(_FIRST_OPERANDS)}
+    names = sorted(kwargs, key=lambda name: places.get(name, len(places)))
+    return [kwargs[name] for name in names if name != "out"]
 
 
 def _flat(values) -> Iterator:

@@ -128,8 +128,29 @@ def by_transposed_product(q, k, v, dropout):
     return (v.mT @ dropout(maps).transpose(-1, -2)).mT
 
 
+def by_keywords(q, k, v, dropout):
+    """Every operand by keyword, the second of the product first."""
+    maps = torch.softmax(input=q @ k.mT / q.shape[-1] ** 0.5, dim=-1)
+    return torch.matmul(other=v, input=F.dropout(input=maps, p=dropout.p, training=dropout.training))
+
+
+def by_baddbmm_keywords(q, k, v, dropout):
+    folded = [part.flatten(0, 1) for part in (q, k, v)]
+    maps = (folded[0] @ folded[1].mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+    added = torch.baddbmm(batch2=folded[2], batch1=dropout(maps), input=torch.zeros_like(folded[2]))
+    return added.unflatten(0, q.shape[:2])
+
+
 def by_fused_attention(q, k, v, dropout):
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout.p if dropout.training else 0.0)
 
 
-SPELLINGS = (by_matmul, by_einsum, by_bmm, by_transposed_product, by_fused_attention)
+SPELLINGS = (
+    by_matmul,
+    by_einsum,
+    by_bmm,
+    by_transposed_product,
+    by_keywords,
+    by_baddbmm_keywords,
+    by_fused_attention,
+)

@@ -136,7 +136,7 @@ def test_a_sharded_model_is_refused_with_the_way_out(tmp_path):
             lambda: TrainingProbe(word_tokenizer(), TEXTS).measure(model, 0),
             lambda: probe_attention(vit, pixels(), progress=False),
         ):
-            with pytest.raises(ValueError, match="is sharded.*save a checkpoint and probe that folder") as caught:
+            with pytest.raises(ValueError, match=r"is sharded.*save a checkpoint and probe that folder") as caught:
                 refused()
             assert "\n" not in str(caught.value)
     finally:
