@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .attention import grid_positions
-from .attention_images import displayable
 from .attention_layout import LayerLayout
 from .attention_maps import AttentionMaps
+from .images import displayable
 
 
 class Overlays:

@@ -18,17 +18,17 @@ from tqdm.auto import tqdm
 
 from .attention import Grid, fourier_log_amplitude, rollout_step, token_norm_quantiles
 from .attention_capture import capture_attention_calls
-from .attention_images import image_batches, image_preparation, pixels_of
 from .attention_layout import Given, LayerLayout, find_layout
 from .attention_maps import AttentionMaps, ReadyMaps
 from .attention_overlays import Overlays
 from .attention_report import NORM_QUANTILES, AttentionReport
-from .attention_run import as_it_is_probed, run
 from .attention_statistics import AttentionStatistics, MeanAndSpread
 from .capture import capture_hidden_states
 from .data import ProbeData, open_data
-from .inputs import Budget, ProbeBatch, ready_batches, text_batches
-from .loading import ProbedModel, load_model, load_processor
+from .forward import as_it_is_probed, run
+from .images import image_preparation, pixels_of
+from .inputs import Budget, ProbeBatch, image_batches, ready_batches, text_batches
+from .loading import ProbedModel, load_model, load_processor, take_tower
 from .processes import all_notes, from_every_process
 from .settings import check_counts, environment
 
@@ -102,7 +102,8 @@ def probe_attention(
     if random_init:
         _forget_training(probed, seed)
     data = open_data(images, column)
-    probed.module = _encoder(probed.module, data.kind == "texts", notes)
+    take_tower(probed, data.modality())
+    notes += probed.notes
     world = dist.get_world_size() if dist.is_initialized() else 1
     budget = Budget(rank=dist.get_rank() if world > 1 else 0, world=world)
     loading = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -112,8 +113,7 @@ def probe_attention(
     total = total if max_images is None or total is None else min(max_images, total)
     with as_it_is_probed(probed.module), tqdm(total=total, unit="image", disable=not progress) as bar:
         for batch in batches:
-            batch = _cast(batch.to(probed.device), probed.dtype)
-            measurement.add(batch)
+            measurement.add(batch.to(probed.device, probed.dtype))
             bar.update(len(batch.index) * (1 if data.already_sharded else world))
         layers = measurement.results()
     if data.skipped:
@@ -312,17 +312,6 @@ def _forget_training(probed: ProbedModel, seed: int) -> None:
     probed.name = f"{probed.name}, random init"
 
 
-def _encoder(module: nn.Module, wants_text: bool, notes: list[str]) -> nn.Module:
-    """The tower that takes the data, or the model itself."""
-    tower = "text_model" if wants_text else "vision_model"
-    if hasattr(getattr(module, "config", None), "vision_config") and isinstance(
-        getattr(module, tower, None), nn.Module
-    ):
-        notes.append(f"{type(module).__name__} is probed by its {tower}.")
-        return getattr(module, tower)
-    return module
-
-
 def _batches(
     probed: ProbedModel,
     data: ProbeData,
@@ -367,15 +356,6 @@ def _first_items(batch: ProbeBatch, count: int) -> ProbeBatch:
     inputs = batch.inputs
     inputs = {k: take(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else take(inputs)
     return ProbeBatch(inputs, None if batch.counted is None else batch.counted[:count], batch.index[:count])
-
-
-def _cast(batch: ProbeBatch, dtype: torch.dtype) -> ProbeBatch:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    inputs = batch.inputs
-    inputs = {k: cast(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else cast(inputs)
-    return ProbeBatch(inputs, batch.counted, batch.index)
 
 
 def _block_of(name: str) -> str | None:

@@ -38,6 +38,16 @@ class ProbeData:
     already_sharded: bool = False
     skipped: list[str] = field(default_factory=list)
 
+    def modality(self) -> str | None:
+        """``texts`` or ``images``: what the model's input is, also of ready batches; None where a batch holds both."""
+        if self.kind != "batches":
+            return self.kind
+        first, self.items = _peek(self.items, self.description)
+        inputs = first[0] if isinstance(first, (tuple, list)) else first
+        has_ids = isinstance(inputs, Mapping) and "input_ids" in inputs
+        has_pixels = not isinstance(inputs, Mapping) or "pixel_values" in inputs
+        return {(True, False): "texts", (False, True): "images"}.get((has_ids, has_pixels))
+
 
 def open_data(data: Any, column: str | None = None) -> ProbeData:
     """Find out what ``data`` is.

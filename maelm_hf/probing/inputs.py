@@ -1,11 +1,10 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for the rank probe: the clean input, and the same input with tokens masked."""
+"""Batches for the probes: the clean input, and for the rank probe the same input with tokens masked."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..masking import choose_hidden
 from .data import ProbeData
 from .loading import ProbedModel
 
@@ -63,8 +63,9 @@ class ProbeBatch:
 class Masking:
     """How many and which tokens of a sequence are replaced by the mask token.
 
-    floor(mask_ratio * n + u) of the n tokens that are not special, u uniform, at least one; every one becomes the mask
-    token, none stays or is replaced by another (no 80/10/10). A function of the seed and the sequence's number alone.
+    Those that :func:`maelm_hf.masking.choose_hidden` names among the tokens that are not special, at least one; every
+    one becomes the mask token, none stays or is replaced by another (no 80/10/10). A function of the seed and the
+    sequence's number alone.
     """
 
     mask_ratio: float
@@ -74,12 +75,9 @@ class Masking:
 
     def positions(self, ids: np.ndarray, real: np.ndarray, index: int) -> np.ndarray:
         """Boolean (tokens,): which tokens of one sequence are masked."""
-        eligible = np.flatnonzero(real & ~np.isin(ids, self.special_ids))
-        generator = np.random.default_rng([self.seed, index])
-        count = math.floor(self.mask_ratio * len(eligible) + generator.random())
+        eligible = real & ~np.isin(ids, self.special_ids)
         chosen = np.zeros(len(ids), dtype=bool)
-        if len(eligible):
-            chosen[generator.choice(eligible, max(1, count), replace=False)] = True
+        chosen[choose_hidden(eligible, self.mask_ratio, seed=self.seed, epoch=0, sample_index=index)] = True
         return chosen
 
     def apply(self, ids: Tensor, counted: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,20 +125,14 @@ def text_batches(
                 yield _padded(window[start : start + batch_size], tokenizer, embeddings, masking)
 
 
-def image_batches(data: ProbeData, processor: Any, *, batch_size: int, budget: Budget) -> Iterator[ProbeBatch]:
-    """Prepare images with an image processor or a transform."""
+def image_batches(
+    data: ProbeData, prepare: Callable[[list[Any]], Any], *, batch_size: int, budget: Budget
+) -> Iterator[ProbeBatch]:
+    """Batches of images, each made by ``prepare``, dealt out between processes in turn."""
     for number, images in enumerate(_windows(enumerate(data.items), batch_size)):
-        if not data.already_sharded and number % budget.world != budget.rank:
-            continue
-        index = torch.tensor([position for position, _ in images])
-        pictures = [image for _, image in images]
-        if hasattr(processor, "model_input_names"):
-            inputs: Any = dict(processor(images=pictures, return_tensors="pt"))
-        else:
-            inputs = torch.stack(
-                [processor(picture) if processor else torch.as_tensor(picture) for picture in pictures]
-            )
-        yield ProbeBatch(inputs, None, _global_index(index, data, budget))
+        if data.already_sharded or number % budget.world == budget.rank:
+            index = torch.tensor([position for position, _ in images])
+            yield ProbeBatch(prepare([image for _, image in images]), None, _global_index(index, data, budget))
 
 
 def ready_batches(data: ProbeData, masking: Masking | None, budget: Budget) -> Iterator[ProbeBatch]:

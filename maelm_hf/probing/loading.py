@@ -128,6 +128,15 @@ def load_processor(model: ProbedModel, *, revision: str | None = None, trust_rem
         raise FileNotFoundError(f"{model.source} has no {kind} that could be loaded: {_first_line(error)}") from error
 
 
+def take_tower(model: ProbedModel, kind: str | None) -> None:
+    """Put the tower that takes ``texts`` or ``images`` in the place of a model with both (CLIP), and note it."""
+    name = {"texts": "text_model", "images": "vision_model"}.get(kind)
+    tower = getattr(model.module, name, None) if name is not None else None
+    if hasattr(model.config, "vision_config") and isinstance(tower, nn.Module):
+        model.notes.append(f"{type(model.module).__name__} is probed by its {name}.")
+        model.module = tower
+
+
 def default_device() -> torch.device:
     """The accelerator where there is one (this process's own under a launcher), else the CPU."""
     if torch.cuda.is_available():

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from tqdm.auto import tqdm
 
 from .capture import capture_hidden_states
 from .data import ProbeData, open_data
+from .forward import as_it_is_probed, run
+from .images import image_preparation
 from .inputs import Budget, Masking, ProbeBatch, image_batches, ready_batches, text_batches
-from .loading import ProbedModel, load_model, load_processor
+from .loading import ProbedModel, load_model, load_processor, take_tower
 from .processes import all_notes
 from .rank import RepresentationMoments
 from .rank_report import RankReport
@@ -54,7 +56,8 @@ def probe_rank(
     Populations of a text model with a mask token: *unmasked* (the real tokens of clean input), *masked/all*,
     *masked/real* and *masked/[MASK]* (all, the real and the mask tokens of the same input with ``mask_ratio`` of its
     tokens masked). The rank deficiency of Meng et al. (ICLR 2024) is rank(masked/all) - rank(unmasked). Other models
-    have *unmasked* alone, and the report says why. Special tokens count, padding never does.
+    have *unmasked* alone, and the report says why. Special tokens count, padding never does. Of a model with two towers
+    (CLIP, SigLIP) the one that takes the data is probed.
 
     Under ``torch.distributed`` every process calls it with the same arguments and gets the same report; batches are
     dealt out between them (not those of an accelerate data loader, which deals them out itself).
@@ -62,6 +65,8 @@ def probe_rank(
     Args:
         model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its mode, device and random state.
         processor: the tokenizer, image processor or transform; ``None`` loads the one that belongs to a named model.
+            Without one, pictures are resized and normalised in the usual way (a note says so) and float tensors are
+            taken as they are.
         data: what :func:`maelm_hf.probing.data.open_data` takes: texts, a file, a data set, images, ready batches ...
         mask_ratio: share of a sequence's tokens that is masked; 0 leaves the masked populations out.
         column: of a table or data set.
@@ -86,8 +91,10 @@ def probe_rank(
         raise ValueError("data is missing: pass texts, a file, a data set, images or batches")
     probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
     opened = open_data(data, column)
-    if processor is None and opened.kind != "batches" and probed.source is not None:
-        processor = load_processor(probed, revision=revision, trust_remote_code=trust_remote_code)
+    take_tower(probed, opened.modality())
+    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if processor is None and opened.kind == "texts" and probed.source is not None:
+        processor = load_processor(probed, **loading)
     if processor is None and opened.kind == "texts":
         raise ValueError("processor is missing: texts need the model's tokenizer")
     notes = list(probed.notes)
@@ -111,7 +118,8 @@ def probe_rank(
             told=told,
         )
     elif opened.kind == "images":
-        batches = image_batches(opened, processor, batch_size=batch_size, budget=budget)
+        prepare = image_preparation(probed, processor, opened, notes=notes, **loading)
+        batches = image_batches(opened, prepare, batch_size=batch_size, budget=budget)
     else:
         batches = ready_batches(opened, masking, budget)
     with _progress(opened, max_tokens, enabled=progress and budget.rank == 0) as bar:
@@ -194,16 +202,16 @@ def accumulate(
                 moments[key] = RepresentationMoments(hidden.shape[-1], blocks=blocks, name=name).to(hidden.device)
             moments[key].update(hidden.flatten(1, -2) if hidden.ndim > 3 else hidden, counted, index)
 
-    with _undisturbed(module), capture_hidden_states(module, on_hidden, layers) as positions:
+    with as_it_is_probed(module), capture_hidden_states(module, on_hidden, layers) as positions:
         for batch in batches:
             batch, index = batch.to(probed.device, probed.dtype), batch.index
             populations, entering = {UNMASKED: batch.counted}, None
-            _forward(module, batch.inputs)
+            run(module, batch.inputs)
             if batch.masked_ids is not None:
                 populations, entering = {REAL: batch.counted & ~batch.is_mask}, None
                 if mask_share > 0:
                     populations[MASK] = batch.counted & batch.is_mask
-                _forward(module, {**batch.inputs, "input_ids": batch.masked_ids})
+                run(module, {**batch.inputs, "input_ids": batch.masked_ids})
             if on_batch is not None:
                 on_batch(batch)
     return moments, dict(positions)
@@ -212,35 +220,6 @@ def accumulate(
 def encoder_mask_fraction(module: nn.Module) -> float:
     """The share of the [MASK] tokens that enter the encoder: 1 for a plain model, less where the config says so."""
     return float(getattr(getattr(module, "config", None), "encoder_mask_fraction", 1.0))
-
-
-def _forward(module: nn.Module, inputs: Mapping[str, Any] | Tensor) -> None:
-    if isinstance(inputs, Tensor):
-        module(inputs)
-    else:
-        module(**inputs)
-
-
-@contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Eval mode, a fixed random state, and ViT-MAE hiding no patch (in eval mode it does); all is put back."""
-    training = {name: child.training for name, child in module.named_modules()}
-    config = getattr(module, "config", None)
-    hides_patches = getattr(config, "model_type", None) == "vit_mae"
-    mask_ratio = config.mask_ratio if hides_patches else None
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(0)
-        module.eval()
-        if hides_patches:
-            config.mask_ratio = 0.0
-        try:
-            yield
-        finally:
-            if hides_patches:
-                config.mask_ratio = mask_ratio
-            for name, child in module.named_modules():
-                child.training = training[name]
 
 
 def masking_for(

@@ -262,6 +262,17 @@ def test_a_compiled_model_is_probed_uncompiled_and_says_so():
     assert any("compiled" in note for note in report.notes)
 
 
+def test_a_model_that_draws_random_numbers_gives_the_same_report_and_the_random_state_is_untouched():
+    model = build("vit")
+    model.embeddings.register_forward_hook(lambda _module, _args, tokens: tokens + torch.randn_like(tokens))
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    first = probe(model, pixels())
+    assert torch.equal(torch.rand(4), expected)
+    assert probe(model, pixels()).rows == first.rows
+
+
 def test_batches_do_not_matter():
     model = build("dinov2")
     one, many = probe(model, pixels(5).unbind(0), batch_size=2), probe(model, pixels(5))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from rank_toys import VOCAB_SIZE, random_texts, small_bert, word_tokenizer
 from test_capture_hidden_states import FAMILIES, build, inputs_of
 from torch import nn
 
-from maelm_hf import MaeLmConfig, MaeLmModel
+from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmModel
 from maelm_hf.probing import RankReport, effective_rank, entropy_effective_rank, probe_rank
 
 TEXTS = random_texts(40)
@@ -108,6 +109,23 @@ def test_masks_depend_on_the_seed_and_not_on_the_batches():
     assert not torch.allclose(spectra[1], spectra[2], rtol=1e-3)
 
 
+def test_masks_are_those_of_the_collator():
+    """Of the same seed, in epoch 0, for a text's number in the data."""
+    model, tokenizer = small_bert(), word_tokenizer()
+    fed = []
+    model.register_forward_pre_hook(lambda _m, _a, kwargs: fed.append(kwargs), with_kwargs=True)
+    probe(model, tokenizer, TEXTS[:6], mask_ratio=0.3, batch_size=1, seed=7)
+    masked = {
+        tuple(clean["input_ids"][0].tolist()): row["input_ids"][0]
+        for clean, row in zip(fed[::2], fed[1::2], strict=True)
+    }
+    collator = DataCollatorForMaeLm(tokenizer, 0.3, seed=7)
+    for number, text in enumerate(TEXTS[:6]):
+        ids = tokenizer(text)["input_ids"]
+        expected = collator([{"input_ids": ids, "sample_index": number, "epoch": 0}])["input_ids"][0]
+        assert torch.equal(masked[tuple(ids)], expected)
+
+
 def mae_lm(fraction):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -166,6 +184,47 @@ def test_images_with_a_processor():
         tokens = model(pixels).last_hidden_state.flatten(0, 1).double().numpy()
     values = np.linalg.svd(tokens, compute_uv=False)
     np.testing.assert_allclose(report.spectrum("layernorm")[:-1], values[:-1], rtol=1e-4)
+
+
+def final_tokens_spectrum(states):
+    return np.linalg.svd(states.flatten(0, 1).double().numpy(), compute_uv=False)
+
+
+def test_pictures_without_a_processor_get_the_usual_steps_and_a_note():
+    sizes = ((50, 40, 3), (33, 90, 3))
+    pictures = [Image.fromarray(np.full(size, 90 * number, dtype=np.uint8)) for number, size in enumerate(sizes, 1)]
+    report = probe(build("ViT"), None, pictures)
+    assert report.rows[0]["tokens"] == 2 * (1 + 16)
+    assert any("No image processor" in note and "32 x 32" in note for note in report.notes)
+
+
+def test_images_of_another_size_than_the_config_and_of_mixed_sizes():
+    model, images = build("ViT"), torch.randn(2, 3, 48, 32, generator=torch.Generator().manual_seed(0))
+    report = probe(model, None, list(images))
+    with torch.no_grad():
+        states = model(images, interpolate_pos_encoding=True).last_hidden_state
+    np.testing.assert_allclose(report.spectrum("layernorm")[:-1], final_tokens_spectrum(states)[:-1], rtol=1e-4)
+    with pytest.raises(ValueError, match=r"different sizes, \(3, 32, 32\) and \(3, 48, 32\)"):
+        probe(model, None, [images[0], images[0, :, :32]])
+
+
+@pytest.mark.parametrize("as_batches", [False, True])
+def test_a_model_with_two_towers_is_probed_by_the_one_that_takes_the_data(as_batches):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    vision = sizes | {"image_size": 32, "patch_size": 8, "initializer_range": 0.3}
+    text = sizes | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 40, "num_hidden_layers": 3}
+    model = transformers.CLIPModel(transformers.CLIPConfig(vision_config=vision, text_config=text)).eval()
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    report = probe(model, None, [{"pixel_values": images}] if as_batches else list(images))
+    assert "CLIPModel is probed by its vision_model." in report.notes
+    with torch.no_grad():
+        states = model.vision_model(images, output_hidden_states=True).hidden_states[-1]
+    layer = [name for name, position in report.positions().items() if position == "block output"][-1]
+    np.testing.assert_allclose(report.spectrum(layer), final_tokens_spectrum(states), rtol=1e-4)
+    ids = word_tokenizer()(TEXTS[:1], return_tensors="pt")["input_ids"]
+    of_texts = probe(model, word_tokenizer(), [{"input_ids": ids}] if as_batches else TEXTS, mask_ratio=0)
+    assert list(of_texts.positions().values()).count("block output") == 3
 
 
 def test_vit_mae_is_probed_with_every_patch():

@@ -1,6 +1,6 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass for the attention probe: in eval mode, whole and in order, and everything as before afterwards."""
+"""A probe's forward passes: in eval mode, whole and in order, and everything as before afterwards."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention_images import pixels_of
+from .images import pixels_of
 
 
 @contextmanager
 def as_it_is_probed(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and ViT-MAE without hiding anything; every module's mode and the config as before afterwards."""
+    """Eval mode, a fixed random state, and ViT-MAE without hiding anything (in eval mode it does).
+
+    Every module's mode, the config and the random state are as before afterwards, also after an exception.
+    """
     modes = {part: part.training for part in module.modules()}
     configs = [part.config for part in module.modules() if _hides_patches(part)]
     ratios = [config.mask_ratio for config in configs]
-    try:
-        module.eval()
-        for config in configs:
-            config.mask_ratio = 0.0
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        for config, ratio in zip(configs, ratios, strict=True):
-            config.mask_ratio = ratio
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(0)
+        try:
+            module.eval()
+            for config in configs:
+                config.mask_ratio = 0.0
+            yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+            for config, ratio in zip(configs, ratios, strict=True):
+                config.mask_ratio = ratio
 
 
 def _hides_patches(module: nn.Module) -> bool:

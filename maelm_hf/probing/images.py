@@ -1,11 +1,11 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images for the attention probe: prepared by the model's own processor, or by the usual steps where it has none."""
+"""Images for the probes: prepared by the model's own processor, or by the usual steps where it has none."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import ProbeData
-from .inputs import Budget, ProbeBatch, _windows
 from .loading import ProbedModel, load_processor
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -47,15 +46,6 @@ def image_preparation(
     if not callable(processor):
         raise TypeError(f"processor must be an image processor or a transform, got {type(processor).__name__}")
     return lambda images: _stack([processor(_as_picture(image)) for image in images])
-
-
-def image_batches(
-    data: ProbeData, prepare: Callable[[list[Any]], Any], *, batch_size: int, budget: Budget
-) -> Iterator[ProbeBatch]:
-    """Batches of prepared images, dealt out between processes in turn."""
-    for number, images in enumerate(_windows(data.items, batch_size)):
-        if data.already_sharded or number % budget.world == budget.rank:
-            yield ProbeBatch(prepare(images), None, torch.arange(len(images)) + number * batch_size)
 
 
 def pixels_of(inputs: Mapping[str, Any] | Tensor) -> Tensor | None:
