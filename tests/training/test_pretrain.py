@@ -573,16 +573,16 @@ class TestFaults:
         assert kept == ["step-000000005", "step-000000012"]
 
     def test_a_disk_too_full_for_the_final_model(self, folder):
-        """With a limit of the operating system: the checkpoints of a small run fit, its last files do not."""
+        """With a limit of the operating system, set at the end: all but the weights fit."""
         limit = (
             "import resource\n"
             "finish = pretrain.Pretraining.finish\n"
             "def finish_on_a_full_disk(self):\n"
-            "    resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17))\n"
             "    return finish(self)\n"
             "pretrain.Pretraining.finish = finish_on_a_full_disk\n"
         )
-        process = start(tiny_recipe(folder, "no-room", max_steps=5), before=limit)
+        process = start(tiny_recipe(folder, "no-room", max_steps=5, model__hidden_size=128), before=limit)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 1, output
         last = output.splitlines()[-1]
