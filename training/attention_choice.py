@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 
 CANDIDATES = ("sdpa", "eager")
 REPEATS = 3
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_attention(model: PreTrainedModel, batches: Sequence[dict], bf16: bool = False) -> tuple[str, str]:
+def choose_attention(model: PreTrainedModel, batches: Sequence[dict], precision: str = "fp32") -> tuple[str, str]:
     """The fastest of sdpa and eager for one training step over `batches`, and the reason in words.
 
-    Each kernel runs every batch forward and backward (under bf16 autocast where `bf16`), once to warm up and three
-    times timed, in turns; the best time counts. The model keeps its weights, gradients are cleared, and the random
-    state is put back.
+    Each kernel runs every batch forward and backward, under autocast where `precision` is bf16 or fp16, once to warm up
+    and three times timed, in turns; the best time counts. The model keeps its weights, gradients are cleared, and the
+    random state is put back.
     """
     before, was_training, device = model.config._attn_implementation, model.training, next(model.parameters()).device
     seconds: dict[str, float] = {}
@@ -34,7 +35,7 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict], bf16: bool
                     model.set_attn_implementation(kernel)
                 except (ValueError, ImportError):
                     continue  # this architecture has no such kernel
-                elapsed = _step_seconds(model, batches, device, bf16)
+                elapsed = _step_seconds(model, batches, device, precision)
                 warm_up = kernel not in seconds
                 seconds[kernel] = float("inf") if warm_up else min(seconds[kernel], elapsed)
     model.set_attn_implementation(before)
@@ -45,17 +46,17 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict], bf16: bool
     measured = ", ".join(
         f"{kernel} {value * 1000:.0f} ms" for kernel, value in sorted(seconds.items(), key=lambda kv: kv[1])
     )
-    precision = "bf16" if bf16 else "fp32"
     return (
         best,
         f"attention {best}: fastest over {len(batches)} training batches on {device.type} in {precision} ({measured})",
     )
 
 
-def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device, bf16: bool) -> float:
+def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device, precision: str) -> float:
+    dtype = AUTOCAST.get(precision)
     start = time.perf_counter()
     for batch in batches:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
         loss.backward()
         model.zero_grad(set_to_none=True)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .attention_choice import choose_attention
+from .attention_choice import AUTOCAST, choose_attention
 from .recipe import Recipe
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_TOKENS = 16_384  # activations of a base-size model: a few GB
 _GPU_SHARE = 0.6  # of the free memory, for activations
 
@@ -92,16 +91,13 @@ def choose_micro_batch(recipe: Recipe, model: PreTrainedModel, device: torch.dev
     return Choice(fitting, f"activations of about {a_token / 1e6:.2f} MB a token fill {_GPU_SHARE:.0%} of free memory")
 
 
-def fastest_attention(
-    model: PreTrainedModel, batch: dict[str, torch.Tensor], autocast: Callable[[], AbstractContextManager]
-) -> Choice:
-    """Measured on a micro-batch of the run."""
-    with autocast():
-        kernel, reason = choose_attention(model, [batch])
+def fastest_attention(model: PreTrainedModel, batch: dict[str, torch.Tensor], precision: str) -> Choice:
+    """Measured on a micro-batch of the run, in its precision."""
+    kernel, reason = choose_attention(model, [batch], precision)
     return Choice(kernel, reason.split(": ", 1)[1])
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
     if precision == "fp32":
         return nullcontext
-    return lambda: torch.autocast(device.type, dtype=_DTYPES[precision])
+    return lambda: torch.autocast(device.type, dtype=AUTOCAST[precision])

@@ -151,7 +151,7 @@ def _measure_attention(model: str, data, plan: Plan, tokenizer, encoded, precisi
     collate = PadToLongest(tokenizer)
     batches = [collate([encoded.examples[i] for i in by_length[start : start + size]]) for start in starts]
     network = load_model(model, data).to(torch.accelerator.current_accelerator() or "cpu")
-    return choose_attention(network, batches, precision == "bf16")
+    return choose_attention(network, batches, precision)
 
 
 def _cells(base: dict, choices: dict, plan: Plan, task: str) -> Iterator:

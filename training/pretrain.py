@@ -157,7 +157,7 @@ class Pretraining:
             self.data = IndexedSteps(recipe, text.training, self.collator, **process)
         first = self._on_device(next(self.data.steps(self.data.start, num_workers=0, pin=False)).micro_batches[0])
         attention = self.choices.make(
-            "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, autocast))
+            "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, precision))
         )
         model.set_attn_implementation(attention)
         return autocast
