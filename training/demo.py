@@ -54,6 +54,9 @@ def main(fast: Annotated[bool, typer.Option("--fast", help="Stop after a few ste
             RECIPE, ["--output_dir", str(folder / name.lower()), "--twin", twin, *(FAST if fast else [])]
         )
         summaries[name] = run(recipe)
+        if not summaries[name].finished:
+            console.print("Stopped; the same command goes on from here.")
+            raise typer.Exit(1)
         console.rule(f"{name}: probe")
         reports[name] = probe(folder / name.lower() / "final", recipe, max_tokens=20_000 if fast else 200_000)
         reports[name].save(folder / name.lower() / "rank")
