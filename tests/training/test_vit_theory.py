@@ -71,6 +71,7 @@ def test_before_training_every_patch_looks_everywhere():
     assert numbers["diversity"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.usefixtures("one_thread")  # as the command runs
 def test_the_objectives_part_ways_and_the_same_seed_gives_the_same_run():
     mae = Point("mae", 32, 0, steps=128)
     contrastive = Point("contrastive", 32, 0, 0.3, 1e-5, 900.0, steps=16)
