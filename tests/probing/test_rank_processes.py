@@ -16,7 +16,6 @@ from rank_toys import random_texts, small_bert, word_tokenizer
 
 from maelm_hf.probing import RankReport, RepresentationMoments, probe_attention, probe_rank
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")  # as each of the two processes
 
 
