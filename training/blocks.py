@@ -22,10 +22,14 @@ from .tokenizer import special_tokens_around, tokenizer_digest
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokenized blocks on disk: ``input_ids`` with special tokens, and their lengths, both memory-mapped."""
+    """Tokenized blocks on disk: ``input_ids`` with special tokens, and their lengths, both memory-mapped.
+
+    ``tokens`` is the sum of the lengths.
+    """
 
     rows: datasets.Dataset
     lengths: np.ndarray
+    tokens: int
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,7 +59,7 @@ def load_blocks(
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir / f"blocks-{key}"
-    note = folder / "files.json"
+    note = folder / "blocks.json"
     if not note.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         workers = recipe.data.preprocessing_workers
@@ -72,17 +76,20 @@ def load_blocks(
         if len(rows) == 0:
             shutil.rmtree(folder)
             kind = "held-out" if held_out else "training"
-            raise RecipeError(f"there are no {kind} documents: change corpus.held_out_share or give more text.")
+            raise RecipeError(
+                f"there are no {kind} documents ({corpus.description}): change corpus.held_out_share or give more text."
+            )
         lengths = folder / f"lengths.npy.{os.getpid()}.unfinished"
-        _write_lengths(rows, lengths)
+        tokens = _write_lengths(rows, lengths)
         os.replace(lengths, folder / "lengths.npy")  # another run may have the file mapped
-        files = [Path(file["filename"]).name for file in rows.cache_files]
-        unfinished = folder / f"files.json.{os.getpid()}.unfinished"
-        unfinished.write_text(json.dumps(files))
+        facts = {"files": [Path(file["filename"]).name for file in rows.cache_files], "tokens": tokens}
+        unfinished = folder / f"blocks.json.{os.getpid()}.unfinished"
+        unfinished.write_text(json.dumps(facts))
         os.replace(unfinished, note)
-    parts = [datasets.Dataset.from_file(str(folder / name)) for name in json.loads(note.read_text())]
+    facts = json.loads(note.read_text())
+    parts = [datasets.Dataset.from_file(str(folder / name)) for name in facts["files"]]
     rows = datasets.concatenate_datasets(parts).with_format("numpy")
-    return Blocks(rows, np.load(folder / "lengths.npy", mmap_mode="r"))
+    return Blocks(rows, np.load(folder / "lengths.npy", mmap_mode="r"), facts["tokens"])
 
 
 class BlockCutter:
@@ -116,11 +123,14 @@ class BlockCutter:
         ]
 
 
-def _write_lengths(rows: datasets.Dataset, path: Path) -> None:
-    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(len(rows),))
-    at = 0
-    for table in rows.with_format("arrow").iter(batch_size=10_000):
-        measured = table["input_ids"].combine_chunks().value_lengths().to_numpy()
-        lengths[at : at + len(measured)] = measured
-        at += len(measured)
-    lengths.flush()
+def _write_lengths(rows: datasets.Dataset, path: Path) -> int:
+    """Writes the lengths as an array file, piece by piece; returns their sum."""
+    tokens = 0
+    with path.open("wb") as stream:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(stream, header | {"shape": (len(rows),)})
+        for table in rows.with_format("arrow").iter(batch_size=10_000):
+            lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy().astype(np.int32)
+            stream.write(lengths.tobytes())
+            tokens += int(lengths.sum(dtype=np.int64))
+    return tokens

@@ -23,46 +23,16 @@ from maelm_hf import DataCollatorForMaeLm
 from maelm_hf.masking import uniform_numbers
 
 from .blocks import Blocks
+from .mixture import MixedBlocks, MixedLengths
 from .packing import best_fit
+from .permutation import permuted
 from .recipe import Recipe, RecipeError
 
 EVALUATION_EPOCH = 2**62  # the masks of held-out text: fixed, and not those of any training epoch
-_FEISTEL_ROUNDS = 6
+_PACKING_WINDOW = 8192  # blocks packed together, at least: of 500 docstrings, a third more of the room stays empty
 
 
 # The order of batches
-
-
-def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(size) sends the indices; it is never held in memory.
-
-    A Feistel network over the next power of four, walked again where it leaves the range (Black & Rogaway, "Ciphers
-    with arbitrary finite domains", 2002).
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    low = (np.uint64(1) << half) - np.uint64(1)
-    numbers = uniform_numbers(_FEISTEL_ROUNDS, seed=seed, epoch=epoch, sample_index=0, document=1)
-    keys = (numbers * 2.0**53).astype(np.uint64)
-
-    def network(values: np.ndarray) -> np.ndarray:
-        left, right = values >> half, values & low
-        for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & low)
-        return (left << half) | right
-
-    values = network(np.asarray(indices, dtype=np.uint64))
-    while (outside := values >= np.uint64(size)).any():
-        values[outside] = network(values[outside])
-    return values.astype(np.int64)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014)."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
 
 Row = np.ndarray  # the indices of the blocks in a row of a batch: one, or several where they are packed
 
@@ -81,12 +51,14 @@ class BatchOrder:
 
     The blocks, permuted, are cut into windows of ``length_window`` batches. Within one they are sorted by length and
     cut into batches of ``batch_size`` rows or ``batch_tokens`` tokens, which are then shuffled; or, with packing, they
-    are packed into rows, and the shuffled rows cut into batches. The last window takes the remainder of the epoch,
-    spread over its batches, so that no batch is a tiny one.
+    are packed into rows, and the shuffled rows cut into batches. (A window to be packed holds at least 8,192 blocks:
+    more choice leaves less room empty.) The last window takes the remainder of the epoch, spread over its batches, so
+    that no batch is a tiny one. Of a mixture, an epoch is what :class:`MixedBlocks` draws in it.
     """
 
-    def __init__(self, recipe: Recipe, lengths: np.ndarray):
+    def __init__(self, recipe: Recipe, lengths: np.ndarray | MixedLengths, mixture: MixedBlocks | None = None):
         data = recipe.data
+        self.mixture = mixture
         self.lengths, self.seed, self.max_length, self.packing = lengths, recipe.seed, data.max_length, data.packing
         self.batch_size, self.batch_tokens = data.batch_size, data.batch_tokens
         blocks_a_batch = data.batch_size
@@ -94,6 +66,8 @@ class BatchOrder:
             tokens = data.batch_tokens or data.batch_size * data.max_length
             blocks_a_batch = max(1, int(tokens / lengths.mean()))
         self.window_size = blocks_a_batch * data.length_window
+        if data.packing:
+            self.window_size = max(self.window_size, _PACKING_WINDOW)
         self.windows = max(1, len(lengths) // self.window_size)
 
     def batches(self, start: Cursor) -> Iterator[tuple[Cursor, Cursor, list[Row]]]:
@@ -113,19 +87,20 @@ class BatchOrder:
         stop = len(self.lengths) if window + 1 == self.windows else (window + 1) * self.window_size
         places = np.arange(window * self.window_size, stop)
         blocks = permuted(places, len(self.lengths), seed=self.seed, epoch=epoch)
+        if self.mixture is not None:
+            blocks = self.mixture.draw(blocks, epoch)
 
         def shuffled(items: list, document: int) -> list:
             noise = uniform_numbers(len(items), seed=self.seed, epoch=epoch, sample_index=window, document=document)
             return [items[number] for number in np.argsort(noise, kind="stable")]
 
+        lengths = self.lengths[blocks]
         if self.packing:
-            rows = [blocks[row] for row in best_fit(self.lengths[blocks], self.max_length)]
-            rows = shuffled(rows, document=3)
+            rows = shuffled(best_fit(lengths, self.max_length), document=3)
         else:
-            blocks = blocks[np.argsort(-self.lengths[blocks], kind="stable")]
-            rows = list(blocks[:, None])
-        tokens = np.array([self.lengths[row].sum() for row in rows])
-        return shuffled(self._cut(rows, tokens), document=2)
+            rows = np.argsort(-lengths, kind="stable")[:, None]
+        tokens = np.array([lengths[row].sum() for row in rows])
+        return shuffled(self._cut([blocks[row] for row in rows], tokens), document=2)
 
     def _cut(self, rows: list[Row], tokens: np.ndarray) -> list[list[Row]]:
         """Batches of as many rows, or of as many tokens, each as near to what is asked as the window allows."""
@@ -151,6 +126,7 @@ class Step:
     Attributes:
         cursor, following: the places of this batch and of the next one in the data.
         sample_index: the block indices of the global batch (of a stream: of this process's part).
+        tokens_by_source: of a mixture, the real tokens of the global batch from every source; else empty.
         micro_batches: the collator's output for this process, one forward pass each.
         hidden_tokens, tokens, positions: tokens to predict, real tokens, and these with padding, of this process.
         stray_mask_tokens: [MASK] ids in its text, for which the collator put the unknown token.
@@ -164,6 +140,7 @@ class Step:
     tokens: int
     positions: int
     stray_mask_tokens: int
+    tokens_by_source: tuple[int, ...] = ()
 
     def pin_memory(self) -> Step:
         pinned = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.micro_batches]
@@ -196,7 +173,7 @@ class StepDataset(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: Blocks | MixedBlocks,
         collator: DataCollatorForMaeLm,
         *,
         rank: int,
@@ -216,7 +193,15 @@ class StepDataset(torch.utils.data.Dataset):
         mine = rows[self.rank :: self.world_size]
         parts = np.array_split(np.arange(len(mine)), self._micro_batches(rows))
         features = [self._features([mine[number] for number in part], epoch) for part in parts]
-        return collate_step(cursor, following, np.concatenate(rows).tolist(), features, self.collator)
+        blocks = np.concatenate(rows)
+        step = collate_step(cursor, following, blocks.tolist(), features, self.collator)
+        return replace(step, tokens_by_source=self._tokens_by_source(blocks))
+
+    def _tokens_by_source(self, blocks: np.ndarray) -> tuple[int, ...]:
+        if not isinstance(self.blocks, MixedBlocks):
+            return ()
+        sources, lengths = self.blocks.source_of(blocks), self.blocks.lengths[blocks]
+        return tuple(int(lengths[sources == number].sum()) for number in range(len(self.blocks.parts)))
 
     def _features(self, rows: list[Row], epoch: int) -> list[dict[str, Any]]:
         blocks = iter(self.blocks.input_ids(np.concatenate(rows)))
@@ -239,7 +224,9 @@ class StepDataset(torch.utils.data.Dataset):
                 "give more text, raise data.batch_size or start fewer processes."
             )
         most_rows = -(-len(rows) // self.world_size)
-        padded_tokens = most_rows * max(int(self.blocks.lengths[row].sum()) for row in rows)
+        lengths = self.blocks.lengths[np.concatenate(rows)]
+        longest_row = np.add.reduceat(lengths, np.cumsum([0, *map(len, rows[:-1])])).max()
+        padded_tokens = most_rows * int(longest_row)
         return min(fewest_rows, -(-padded_tokens // self.micro_batch_tokens))
 
 
@@ -258,9 +245,9 @@ class IndexedSteps:
 
     start = Cursor()
 
-    def __init__(self, recipe: Recipe, blocks: Blocks, collator: DataCollatorForMaeLm, **process: int):
+    def __init__(self, recipe: Recipe, blocks: Blocks | MixedBlocks, collator: DataCollatorForMaeLm, **process: int):
         self.dataset = StepDataset(blocks, collator, packed=recipe.data.packing, **process)
-        self.order = BatchOrder(recipe, blocks.lengths)
+        self.order = BatchOrder(recipe, blocks.lengths, blocks if isinstance(blocks, MixedBlocks) else None)
 
     def steps(self, start: Cursor, num_workers: int, pin: bool) -> Iterator[Step]:
         """Steps without end, from ``start`` on."""

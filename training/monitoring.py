@@ -8,13 +8,16 @@ import importlib.util
 import json
 import os
 import platform
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from .checkpoint import WRITE_ERRORS, CheckpointError, reason
 from .recipe import Recipe, RecipeError
 
 
@@ -29,6 +32,8 @@ class Progress:
     skipped_steps: int = 0  # whose gradient norm was not finite
     stray_mask_tokens: int = 0  # [MASK] ids in the text trained on
     seconds: float = 0.0  # in training steps
+    positions: int = 0  # tokens and padding
+    tokens_by_source: dict[str, int] = field(default_factory=dict)  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,10 @@ class Summary:
 
     ``finished`` is False where SIGTERM stopped it (the same command continues). ``tokens`` are real tokens trained on,
     special tokens included, ``seconds`` the time in training steps; losses are in nats a hidden token.
-    ``stray_mask_tokens`` are [MASK] ids in that text, for which the unknown token was put. ``hardware`` is that of the
-    process that wrote the summary.
+    ``padding`` is the share of all positions computed that held none of them. ``stray_mask_tokens`` are [MASK] ids in
+    that text, for which the unknown token was put. ``sources`` of a mixture: each one's ``share`` of the tokens as
+    asked, its ``tokens`` and their share, and its held-out loss and accuracy. ``hardware`` is that of the process that
+    wrote the summary.
     """
 
     finished: bool
@@ -53,7 +60,9 @@ class Summary:
     stray_mask_tokens: int
     seconds: float
     tokens_per_second: float
+    padding: float | None
     parameters: int
+    sources: dict[str, dict]
     corpus: str
     corpus_digest: str | None
     tokenizer_digest: str
@@ -87,22 +96,70 @@ def tracker_of(recipe: Recipe) -> str | None:
     return recipe.tracker
 
 
-class RunLog:
-    """JSON lines by step. Each is handed to the operating system at once, so that a kill loses none."""
+def try_to_write(path: Path, write: Callable[[Path], object], say: Callable[[str], None]) -> None:
+    """Writes a file or folder beside and renames it; where that fails, says so and leaves what was there before."""
+    unfinished = path.with_name(f"{path.stem}.unfinished{path.suffix}")
+    try:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        write(unfinished)
+        if path.is_dir():
+            shutil.rmtree(path)
+        if unfinished.exists():
+            os.replace(unfinished, path)
+    except WRITE_ERRORS as error:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+        say(f"warning: {path} could not be written ({reason(error)}). The run goes on.")
 
-    def __init__(self, path: Path, after: int):
+
+class RunLog:
+    """JSON lines by step. Each is handed to the operating system at once, so that a kill loses none.
+
+    Where a line cannot be written, that is said once; it is kept, and written with the next one that can be.
+    """
+
+    def __init__(self, path: Path, after: int, say: Callable[[str], None] = print):
         """Opens the log for steps later than ``after``: lines a killed run wrote past its checkpoint are dropped."""
-        self.path = path
-        kept = [row for row in read_log(path) if row["step"] <= after]
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(unfinished, path)
-        self._stream = path.open("a", buffering=1)
+        self.path, self._say = path, say
+        self._waiting = b""
+        kept = "".join(json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= after)
+        try:
+            if not path.is_file() or path.read_text() != kept:
+                unfinished = path.with_suffix(".unfinished")
+                unfinished.write_text(kept)
+                os.replace(unfinished, path)
+            self._stream = path.open("ab", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written ({reason(error)}): make room and start again.") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(row) + "\n")
+        failed_before = bool(self._waiting)
+        self._waiting += json.dumps(row).encode() + b"\n"
+        error = self._write_waiting()
+        if error is not None and not failed_before:
+            self._say(
+                f"warning: {self.path} could not be written ({reason(error)}). Training goes on; the lines are kept "
+                "until there is room."
+            )
+
+    def _write_waiting(self) -> OSError | None:
+        whole = self._stream.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(self._waiting):  # a disk that is filling up takes a part
+                written += self._stream.write(self._waiting[written:])
+        except OSError as error:
+            self._stream.truncate(whole)  # half a line would end the log for its readers
+            return error
+        self._waiting = b""
+        return None
 
     def close(self) -> None:
+        if self._waiting and self._write_waiting() is not None:
+            lost = self._waiting.count(b"\n")
+            self._say(f"warning: {self.path} lacks its last {lost} lines: there was no room.")
         self._stream.close()
 
 

@@ -25,7 +25,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import transformers
@@ -39,9 +38,10 @@ from maelm_hf.probing import probe_rank
 from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
-from .data import IndexedSteps, Step, StepDataset, evaluation_step
+from .data import IndexedSteps, Step
+from .evaluation import HeldOut
 from .launch import start_missing_processes
-from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, read_log, tracker_of
+from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, read_log, tracker_of, try_to_write
 from .optimizers import (
     build_optimizers,
     learning_rate_factor,
@@ -108,7 +108,7 @@ class Pretraining:
         self.folder = Path(recipe.output_dir)
         self.progress = Progress(**state.get("progress", {}))
         self.parameters = model.num_parameters()
-        self.stop_requested = False
+        self.stop_requested = self.tracker_failed = False
         self.collator = DataCollatorForMaeLm(
             text.tokenizer,
             recipe.data.mask_ratio,
@@ -150,9 +150,9 @@ class Pretraining:
             "micro_batch_tokens": micro_batch * data.max_length,
         }
         text = self.text
-        self.held_out = StepDataset(text.held_out, self.collator, **process)
+        self.held_out = HeldOut(recipe, text, self.collator, **process)
         if text.training is None:
-            self.data = StreamedSteps(recipe, text.corpus.documents, text.tokenizer, self.collator, **process)
+            self.data = StreamedSteps(recipe, text.corpora[0].documents, text.tokenizer, self.collator, **process)
         else:
             self.data = IndexedSteps(recipe, text.training, self.collator, **process)
         first = self._on_device(next(self.data.steps(self.data.start, num_workers=0, pin=False)).micro_batches[0])
@@ -167,11 +167,11 @@ class Pretraining:
         recipe, progress, main = self.recipe, self.progress, self.accelerator.is_main_process
         if main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            recipe.save(self.folder / "recipe.yaml")
+            try_to_write(self.folder / "recipe.yaml", recipe.save, tqdm.write)
             self.accelerator.init_trackers("maelm", config={key: str(value) for key, value in recipe.course().items()})
-            self.log = RunLog(self.folder / "log.jsonl", after=progress.step)
-            self.evaluations = RunLog(self.folder / "evaluations.jsonl", after=progress.step)
-            self.ranks = RunLog(self.folder / "ranks.jsonl", after=progress.step)
+            self.log = RunLog(self.folder / "log.jsonl", progress.step, tqdm.write)
+            self.evaluations = RunLog(self.folder / "evaluations.jsonl", progress.step, tqdm.write)
+            self.ranks = RunLog(self.folder / "ranks.jsonl", progress.step, tqdm.write)
         if progress.step == 0:
             self.save()
         previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
@@ -185,7 +185,7 @@ class Pretraining:
                     self.log.write(row)
                     bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
                     bar.update()
-                    self.accelerator.log({f"train/{name}": row[name] for name in _TRACKED}, step=progress.step)
+                    self.track({f"train/{name}": row[name] for name in _TRACKED if row[name] is not None})
                 last = progress.step == recipe.max_steps
                 if last or progress.step % recipe.evaluate_every == 0:
                     self.evaluate(bar)
@@ -250,8 +250,12 @@ class Pretraining:
         self.progress.step = number
         self.progress.epoch = step.cursor.epoch
         self.progress.tokens += tokens
+        self.progress.positions += positions
         self.progress.hidden_tokens += hidden_tokens
         self.progress.stray_mask_tokens += stray_mask_tokens
+        by_source = dict(zip((source.name for source in self.text.sources), step.tokens_by_source, strict=False))
+        for name, count in by_source.items():
+            self.progress.tokens_by_source[name] = self.progress.tokens_by_source.get(name, 0) + count
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds
         return {
@@ -265,47 +269,30 @@ class Pretraining:
             "padding": 1 - tokens / positions,
             "batch": _digest(step),
             "tokens_per_second": tokens / seconds,
-        }
+        } | ({"tokens_by_source": by_source} if by_source else {})
 
-    @torch.no_grad()
     def evaluate(self, bar: tqdm) -> None:
         """Loss and accuracy on hidden tokens of held-out documents, the same tokens each time."""
-        self.model.eval()
-        losses, counts = [], []  # of micro-batches; the counts are right answers and tokens
-        step = evaluation_step(self.held_out, self.recipe.evaluation_blocks)
-        for batch in step.micro_batches:
-            batch = self._on_device(batch)
-            with self.autocast():
-                output = self.model(**batch, sparse_logits=True, num_items_in_batch=1)
-            targets = batch["labels"].gather(1, batch["hidden_index"].clamp(min=0))
-            targets = targets.masked_fill(batch["hidden_index"] < 0, -100).flatten()
-            if len(targets) != len(output.logits):  # on a CPU the model predicts no unused slots
-                targets = targets[targets != -100]
-            right = (output.logits.argmax(-1) == targets).sum()
-            losses.append(output.loss.float())
-            counts.append(torch.stack([right, (targets != -100).sum()]))
-        # Added up on the host, in float64, which not every device has.
-        mine = [sum(torch.stack(losses).tolist()), *torch.stack(counts).sum(0).tolist()]
-        loss, right, tokens = (sum(column) for column in zip(*gather_object([mine]), strict=True))
+        found = self.held_out.evaluate(self.model, self.accelerator, self.autocast)
         if self.accelerator.is_main_process:
-            row = {
-                "step": self.progress.step,
-                "loss": loss / tokens,
-                "accuracy": right / tokens,
-                "hidden_tokens": tokens,
-            }
+            row = {"step": self.progress.step} | found
             self.evaluations.write(row)
-            self.accelerator.log({f"held_out/{name}": row[name] for name in ("loss", "accuracy")}, step=row["step"])
-            bar.write(f"step {row['step']}: held-out loss {row['loss']:.4f}, accuracy {row['accuracy']:.4f}")
+            numbers = {"": row} | {f"/{name}": values for name, values in row.get("sources", {}).items()}
+            self.track(
+                {f"held_out/{key}{of}": values[key] for of, values in numbers.items() for key in ("loss", "accuracy")}
+            )
+            by_source = ", ".join(f"{name} {values['loss']:.4f}" for name, values in row.get("sources", {}).items())
+            bar.write(
+                f"step {row['step']}: held-out loss {row['loss']:.4f}{by_source and f' ({by_source})'}, accuracy "
+                f"{row['accuracy']:.4f}"
+            )
 
     def probe(self) -> None:
         """The rank probe on held-out text: ``probes/STEP`` holds its report, ``ranks.jsonl`` a line."""
-        step = evaluation_step(self.held_out, self.recipe.evaluation_blocks)
-        blocks = self.text.held_out.input_ids(np.array(step.sample_index))
         report = probe_rank(
             self._unwrapped(),
             self.text.tokenizer,
-            self.text.tokenizer.batch_decode(blocks, skip_special_tokens=True),
+            self.held_out.texts(),
             self.recipe.data.mask_ratio,
             max_length=self.recipe.data.max_length,
             seed=self.recipe.seed,
@@ -313,9 +300,19 @@ class Pretraining:
         )
         if self.accelerator.is_main_process:
             ranks = {f"{row['layer']}/{row['population']}": row["effective_rank"] for row in report.rows}
-            report.save(self.folder / "probes" / f"step-{self.progress.step:09d}")
+            folder = self.folder / "probes" / f"step-{self.progress.step:09d}"
+            try_to_write(folder, report.save, tqdm.write)
             self.ranks.write({"step": self.progress.step} | ranks)
-            self.accelerator.log({f"rank/{name}": rank for name, rank in ranks.items()}, step=self.progress.step)
+            self.track({f"rank/{name}": rank for name, rank in ranks.items()})
+
+    def track(self, values: dict[str, float]) -> None:
+        """Hands numbers of this step to the tracker; one that cannot write them does not stop the run."""
+        try:
+            self.accelerator.log(values, step=self.progress.step)
+        except OSError as error:
+            if not self.tracker_failed:
+                tqdm.write(f"warning: the tracker cannot write ({reason(error)}). Training goes on.")
+            self.tracker_failed = True
 
     def save(self) -> None:
         """Writes a checkpoint; where that fails, says so, and training goes on with the previous one."""
@@ -366,7 +363,9 @@ class Pretraining:
             seconds=progress.seconds,
             tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
             parameters=self.parameters,
-            corpus=self.text.corpus.description,
+            padding=1 - progress.tokens / progress.positions if progress.positions else None,
+            sources=self._sources(evaluations),
+            corpus=self.text.description,
             corpus_digest=self.text.digests["corpus"],
             tokenizer_digest=self.text.digests["tokenizer"],
             choices=self.choices.as_dict(),
@@ -383,12 +382,30 @@ class Pretraining:
                         f"{self.folder / 'final'} could not be written ({reason(error)}); the same command "
                         f"writes it again from {newest_name(self.folder / 'checkpoints')}."
                     ) from error
-            plot_loss(self.folder, self.folder / "loss.png")
-            (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
+            try_to_write(self.folder / "loss.png", lambda path: plot_loss(self.folder, path), tqdm.write)
+            text = json.dumps(asdict(summary), indent=1)
+            try_to_write(self.folder / "summary.json", lambda path: path.write_text(text), tqdm.write)
         for tracker in self.accelerator.trackers:  # end_training() would close the process group of a next run too
             tracker.finish()
         self.accelerator.wait_for_everyone()
         return summary
+
+    def _sources(self, evaluations: list[dict]) -> dict[str, dict]:
+        """Of a mixture: every source's share of the tokens, as asked and as trained on, and its held-out numbers."""
+        if not self.recipe.corpus.mixture:
+            return {}
+        last = evaluations[-1].get("sources", {}) if evaluations else {}
+        tokens, drawn = self.progress.tokens, self.progress.tokens_by_source
+        return {
+            source.name: {
+                "share": source.share,
+                "tokens": drawn.get(source.name, 0),
+                "share_of_tokens": drawn.get(source.name, 0) / tokens if tokens else None,
+                "held_out_loss": last.get(source.name, {}).get("loss"),
+                "held_out_accuracy": last.get(source.name, {}).get("accuracy"),
+            }
+            for source in self.text.sources
+        }
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         transformers.utils.logging.disable_progress_bar()  # one more bar beside the run's own

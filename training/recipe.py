@@ -24,8 +24,28 @@ class RecipeError(ValueError):
 
 
 @dataclasses.dataclass(kw_only=True)
+class MixtureSource:
+    """One of several sources; keys as in :class:`CorpusSection`.
+
+    ``weight`` over the sum of all weights is the share of the run's tokens that comes from it
+    (:class:`training.mixture.MixedBlocks` says how exactly).
+    """
+
+    source: str
+    weight: float = 1.0
+    config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        return " ".join(filter(None, (self.source, self.config, self.split if self.split != "train" else None)))
+
+
+@dataclasses.dataclass(kw_only=True)
 class CorpusSection:
-    """Where text comes from (see :mod:`training.corpus`)."""
+    """Where text comes from (see :mod:`training.corpus`): one source, or a mixture of several."""
 
     source: str = "docstrings"  # or docstrings:stdlib,torch, a text file, a folder of them, a `datasets` name or folder
     config: str | None = None  # configuration of a `datasets` name
@@ -33,6 +53,7 @@ class CorpusSection:
     text_column: str = "text"
     streaming: bool = False  # read a `datasets` source as training goes, without a copy on disk
     held_out_share: float = 0.01  # of the documents, chosen by the hash of their text
+    mixture: list[MixtureSource] = dataclasses.field(default_factory=list)  # takes the place of source
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,7 +62,7 @@ class TokenizerSection:
 
     path: str | None = None  # folder or Hub name; None trains one
     vocab_size: int = 32768
-    training_bytes: int = 100_000_000  # of text, evenly drawn from the training documents
+    training_bytes: int = 100_000_000  # of text, evenly drawn from the training documents, of a mixture by weight
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -142,6 +163,7 @@ class Recipe:
                 raise RecipeError(f"{key} must be between 0 and 1, got {value}.")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise RecipeError(f"optimizer.betas must be at least 0 and below 1, got {list(self.optimizer.betas)}.")
+        _check_mixture(self.corpus)
         if self.data.max_length < 4:
             raise RecipeError(f"data.max_length must be at least 4, got {self.data.max_length}.")
         if (self.data.batch_size is None) == (self.data.batch_tokens is None):
@@ -289,11 +311,13 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
                 return _convert(value, option, key)
             except RecipeError:
                 continue
+    elif origin is list and isinstance(value, list):
+        return [_build(options[0], item, f"{key}.{number}.") for number, item in enumerate(value)]
     elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):
         return tuple(_convert(item, option, key) for item, option in zip(value, options, strict=True))
     elif origin is dict and isinstance(value, Mapping):
         return {name: _as_number(item) for name, item in value.items()}
-    name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    name = "list" if origin is list else hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
     raise RecipeError(f"{key} must be of type {name}, got {value!r}.")
 
 
@@ -361,6 +385,27 @@ def _check_model_keys(model: Mapping[str, Any]) -> None:
     for key in ("vocab_size", "mask_token_id", "pad_token_id", "bos_token_id", "eos_token_id"):
         if key in model:
             raise RecipeError(f"model.{key} comes from the tokenizer: remove it, and set tokenizer.vocab_size or path.")
+
+
+def _check_mixture(corpus: CorpusSection) -> None:
+    if not corpus.mixture:
+        return
+    for source in corpus.mixture:
+        if not 0 < source.weight < math.inf:
+            raise RecipeError(f"corpus.mixture: the weight of {source.name} must be positive, got {source.weight}.")
+    names = [source.name for source in corpus.mixture]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"corpus.mixture names {name} twice: name it once, with the sum of the weights.")
+    if corpus.streaming:
+        raise RecipeError(
+            "corpus.mixture draws documents by their index, and a stream has none: set corpus.streaming false, or name "
+            "one corpus.source."
+        )
+    defaults = CorpusSection()
+    for key in ("source", "config", "split", "text_column"):
+        if getattr(corpus, key) != getattr(defaults, key):
+            raise RecipeError(f"corpus.{key} is for a corpus without mixture: name it with the mixture's sources.")
 
 
 def _near(key: str, known: typing.Iterable[str]) -> str:

@@ -144,4 +144,5 @@ def held_out_blocks(recipe: Recipe, documents: datasets.IterableDataset, tokeniz
     if not found:
         raise RecipeError("the stream has no held-out document: raise corpus.held_out_share.")
     rows = datasets.Dataset.from_dict({"input_ids": found}).with_format("numpy")
-    return Blocks(rows, np.array([len(block) for block in found], dtype=np.int32))
+    lengths = np.array([len(block) for block in found], dtype=np.int32)
+    return Blocks(rows, lengths, int(lengths.sum()))

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,36 +15,83 @@ from transformers import PreTrainedTokenizerBase
 
 from .blocks import Blocks, load_blocks
 from .corpus import Corpus, load_corpus
+from .mixture import MixedBlocks
 from .recipe import Recipe
 from .streaming import held_out_blocks
 from .tokenizer import load_tokenizer, tokenizer_digest
 
 
 @dataclass(frozen=True)
-class Text:
-    """The text of a run, ready for batches."""
+class Source:
+    """One source of text: its share of the tokens trained on (1 without a mixture) and its held-out blocks."""
 
-    corpus: Corpus
-    tokenizer: PreTrainedTokenizerBase
-    training: Blocks | None  # None: streamed
+    name: str
+    share: float
     held_out: Blocks
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a run, ready for batches.
+
+    Attributes:
+        description: of the corpus, one line for people.
+        corpora: one, or those of a mixture.
+        training: blocks of all sources; None where they are streamed.
+        sources: one, or those of a mixture.
+        digests: of corpus (None: cannot be checked) and tokenizer.
+    """
+
+    description: str
+    corpora: list[Corpus]
+    tokenizer: PreTrainedTokenizerBase
+    training: Blocks | MixedBlocks | None
+    sources: list[Source]
     digests: dict[str, str | None]
 
 
 def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
-    """Corpus, tokenizer and blocks, each from the cache where it has been made before."""
+    """Corpora, tokenizer and blocks, each from the cache where it has been made before."""
     cache = Path(recipe.cache_dir).expanduser()
     cache.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(recipe.corpus, cache)
-    say(f"corpus: {corpus.description}")
-    if corpus.digest is None:
+    names, shares, corpora = load_corpora(recipe, cache)
+    described = [f"{share:.1%} {corpus.description}" for share, corpus in zip(shares, corpora, strict=True)]
+    description = "mixture: " + "; ".join(described) if recipe.corpus.mixture else corpora[0].description
+    say(f"corpus: {description}")
+    digest = corpora[0].digest
+    if digest is None:
         say("corpus: a stream of the Hub is not checked: should its text change, a resumed run would not notice")
-    tokenizer = load_tokenizer(recipe, corpus, cache)
+    if len(corpora) > 1:
+        digest = hashlib.sha256(json.dumps([corpus.digest for corpus in corpora]).encode()).hexdigest()
+
+    tokenizer = load_tokenizer(recipe, corpora, shares, cache)
     if recipe.corpus.streaming:
-        training, held_out = None, held_out_blocks(recipe, corpus.documents, tokenizer)
+        held_out = [held_out_blocks(recipe, corpora[0].documents, tokenizer)]
+        training, size = None, "streamed text"
     else:
-        training, held_out = (load_blocks(recipe, corpus, tokenizer, cache, held_out=flag) for flag in (False, True))
-    size = "streamed text" if training is None else f"{len(training):,} training blocks"
-    say(f"text: {size}, {len(held_out):,} blocks held out, vocabulary of {len(tokenizer):,}")
-    digests = {"corpus": corpus.digest, "tokenizer": tokenizer_digest(tokenizer)}
-    return Text(corpus, tokenizer, training, held_out, digests)
+        parts, held_out = (
+            [load_blocks(recipe, corpus, tokenizer, cache, held_out=flag) for corpus in corpora]
+            for flag in (False, True)
+        )
+        training = MixedBlocks(parts, shares, recipe.seed) if recipe.corpus.mixture else parts[0]
+        size = f"{len(training):,} training blocks{' an epoch' if recipe.corpus.mixture else ''}"
+        if recipe.corpus.mixture:
+            for name, part, count in zip(names, parts, training.counts, strict=True):
+                say(f"mixture: {name}: an epoch draws {count:,} blocks of its {len(part):,}")
+    say(f"text: {size}, {sum(map(len, held_out)):,} blocks held out, vocabulary of {len(tokenizer):,}")
+    sources = [Source(*source) for source in zip(names, shares, held_out, strict=True)]
+    digests = {"corpus": digest, "tokenizer": tokenizer_digest(tokenizer)}
+    return Text(description, corpora, tokenizer, training, sources, digests)
+
+
+def load_corpora(recipe: Recipe, cache: Path) -> tuple[list[str], list[float], list[Corpus]]:
+    """Names, shares of the tokens, and documents of the sources."""
+    section = recipe.corpus
+    if not section.mixture:
+        return [section.source], [1.0], [load_corpus(section, cache)]
+    total = sum(source.weight for source in section.mixture)
+    corpora = []
+    for source in section.mixture:
+        of_source = {key: getattr(source, key) for key in ("source", "config", "split", "text_column")}
+        corpora.append(load_corpus(dataclasses.replace(section, mixture=[], **of_source), cache))
+    return [source.name for source in section.mixture], [source.weight / total for source in section.mixture], corpora

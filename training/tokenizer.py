@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -30,8 +32,12 @@ SPECIAL_TOKENS = {
 _BATCH = 1000  # documents handed to the trainer at once
 
 
-def load_tokenizer(recipe: Recipe, corpus: Corpus, cache_dir: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    recipe: Recipe, corpora: Sequence[Corpus], shares: Sequence[float], cache_dir: Path
+) -> PreTrainedTokenizerBase:
     """The tokenizer the recipe names, or one trained on the training documents (through the cache).
+
+    ``shares`` of its text are taken from the corpora, or all of one that has less.
 
     Raises:
         RecipeError: there is no such tokenizer, or it has no [MASK] or no padding token.
@@ -50,16 +56,20 @@ def load_tokenizer(recipe: Recipe, corpus: Corpus, cache_dir: Path) -> PreTraine
                 raise RecipeError(f"tokenizer.path {section.path}: it has no {role}; add one and save it again.")
         return tokenizer
 
+    contents = [corpus.digest or [corpus.description, recipe.corpus.text_column] for corpus in corpora]
     key = [
-        corpus.digest or [corpus.description, recipe.corpus.text_column],
+        contents[0] if len(contents) == 1 else [contents, list(shares)],
         recipe.corpus.held_out_share,
         section.vocab_size,
         section.training_bytes,
     ]
     folder = cache_dir / f"tokenizer-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     if not (folder / "tokenizer.json").is_file():
-        texts = _training_texts(corpus.documents, recipe.corpus.held_out_share, section.training_bytes)
-        tokenizer = train_tokenizer(texts, section.vocab_size, recipe.data.max_length)
+        texts = [
+            _training_texts(corpus.documents, recipe.corpus.held_out_share, math.ceil(share * section.training_bytes))
+            for corpus, share in zip(corpora, shares, strict=True)
+        ]
+        tokenizer = train_tokenizer(chain(*texts), section.vocab_size, recipe.data.max_length)
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
         tokenizer.save_pretrained(unfinished)
         if (folder / "tokenizer.json").is_file():  # another run was first with the same one, and may be reading it

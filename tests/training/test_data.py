@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 from maelm_hf import DataCollatorForMaeLm
 from training.blocks import BlockCutter, load_blocks
 from training.corpus import load_corpus
-from training.data import BatchOrder, Cursor, IndexedSteps, StepDataset, evaluation_step, permuted
+from training.data import BatchOrder, Cursor, IndexedSteps, StepDataset, evaluation_step
 from training.packing import best_fit
+from training.permutation import permuted
 from training.recipe import Recipe, RecipeError, recipe_from_dict
 from training.tokenizer import load_tokenizer, special_tokens_around, tokenizer_digest, train_tokenizer
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
 def text(folder):
     recipe = recipe_from_dict(tiny_recipe(folder))
     corpus = load_corpus(recipe.corpus, folder / "cache")
-    tokenizer = load_tokenizer(recipe, corpus, folder / "cache")
+    tokenizer = load_tokenizer(recipe, [corpus], [1.0], folder / "cache")
     blocks = [load_blocks(recipe, corpus, tokenizer, folder / "cache", held_out=flag) for flag in (False, True)]
     return corpus, tokenizer, *blocks
 
@@ -62,12 +63,12 @@ class TestTokenizer:
 
         def train_while_another_run_does(*arguments):
             monkeypatch.undo()
-            load_tokenizer(recipe, text[0], tmp_path)
+            load_tokenizer(recipe, [text[0]], [1.0], tmp_path)
             inodes.extend(path.stat().st_ino for path in sorted(tmp_path.rglob("*")))
             return train_tokenizer(*arguments)
 
         monkeypatch.setattr("training.tokenizer.train_tokenizer", train_while_another_run_does)
-        tokenizer = load_tokenizer(recipe, text[0], tmp_path)
+        tokenizer = load_tokenizer(recipe, [text[0]], [1.0], tmp_path)
         assert tokenizer_digest(tokenizer) == tokenizer_digest(text[1])
         assert inodes == [path.stat().st_ino for path in sorted(tmp_path.rglob("*"))]
 
@@ -87,7 +88,7 @@ class TestTokenizer:
         tokenizer.save_pretrained(folder / "no-mask")
         recipe = recipe_from_dict(tiny_recipe(folder, tokenizer__path=str(folder / "no-mask")))
         with pytest.raises(RecipeError, match="mask_token"):
-            load_tokenizer(recipe, text[0], folder / "cache")
+            load_tokenizer(recipe, [text[0]], [1.0], folder / "cache")
 
 
 class TestBlocks:
@@ -137,12 +138,12 @@ class TestBlocks:
         recipe = recipe_from_dict(tiny_recipe(folder))
         mapped = load_blocks(recipe, corpus, tokenizer, tmp_path, held_out=False).lengths
         (path,) = tmp_path.glob("*/lengths.npy")
-        before, note = path.stat().st_ino, path.with_name("files.json")
+        before, note = path.stat().st_ino, path.with_name("blocks.json")
         note.unlink()  # as if the other run were not through with its preparation
         again = load_blocks(recipe, corpus, tokenizer, tmp_path, held_out=False).lengths
         assert path.stat().st_ino != before
         assert mapped.tolist() == again.tolist()
-        assert sorted(file.name for file in path.parent.iterdir()) == ["blocks.arrow", "files.json", "lengths.npy"]
+        assert sorted(file.name for file in path.parent.iterdir()) == ["blocks.arrow", "blocks.json", "lengths.npy"]
 
 
 class TestPermutation:

@@ -272,10 +272,10 @@ class TestRun:
         collator = DataCollatorForMaeLm(text.tokenizer, 0.15, seed=recipe.seed)
         loss = right = tokens = 0
         chosen = evaluation_step(
-            StepDataset(text.held_out, collator, rank=0, world_size=1, micro_batch_tokens=128), 16
+            StepDataset(text.sources[0].held_out, collator, rank=0, world_size=1, micro_batch_tokens=128), 16
         ).sample_index
         for index in chosen:
-            (row,) = text.held_out.input_ids(torch.tensor([index]))
+            (row,) = text.sources[0].held_out.input_ids(torch.tensor([index]))
             batch = collator([{"input_ids": row, "sample_index": index, "epoch": 2**62}])
             with torch.no_grad():
                 logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

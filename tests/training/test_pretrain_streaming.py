@@ -80,12 +80,14 @@ class TestStreaming:
         text = prepare_text(recipe, say=lambda _: None)
         settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 128} | process
         collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
-        return recipe, text, StreamedSteps(recipe, text.corpus.documents, text.tokenizer, collator, **settings)
+        return recipe, text, StreamedSteps(recipe, text.corpora[0].documents, text.tokenizer, collator, **settings)
 
     def test_every_block_once_a_pass_in_order(self, folder):
         recipe, text, data = self.steps(folder)
         cutter = BlockCutter(text.tokenizer, recipe.data.max_length, recipe.corpus.held_out_share, held_out=False)
-        expected = [block for row in text.corpus.documents for block in cutter({"text": [row["text"]]})["input_ids"]]
+        expected = [
+            block for row in text.corpora[0].documents for block in cutter({"text": [row["text"]]})["input_ids"]
+        ]
         blocks = [block for block, _ in islice(data._blocks(data.start), 2 * len(expected))]
         assert blocks == expected * 2
 
