@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from maelm_hf import MaeLmConfig
+
 from .attention_choice import AUTOCAST, choose_attention
+from .flops import full_row
+from .memory import Arithmetic, activation_bytes
 from .recipe import Recipe
 
 _CPU_TOKENS = 16_384  # activations of a base-size model: a few GB
@@ -75,20 +79,25 @@ def _matmul_seconds(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> fl
 
 def choose_micro_batch(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Choice:
     """Sequences of ``max_length`` in a forward pass."""
-    length = recipe.data.max_length
     if device.type != "cuda":
-        return Choice(max(1, _CPU_TOKENS // length), f"about {_CPU_TOKENS:,} tokens a forward pass")
-    # Bytes a token in bf16: 34 values of the width a layer (Korthikanti et al. 2022), the attention scores of an eager
-    # kernel, and logits with their gradient in two precisions.
-    config = model.config
-    layers = config.num_hidden_layers + config.decoder_num_hidden_layers
-    scores = 5 * config.num_attention_heads * length if config._attn_implementation == "eager" else 0
-    a_token = layers * (34 * config.hidden_size + scores) + recipe.data.mask_ratio * config.vocab_size * 12
-    if recipe.activation_checkpointing:
-        a_token = layers * 2 * config.hidden_size + a_token / layers
+        count = cpu_micro_batch(recipe)
+        return Choice(count, f"about {_CPU_TOKENS:,} tokens a forward pass")
+    precision = choose_precision(device).value if recipe.precision == "auto" else recipe.precision
+    arithmetic = Arithmetic(autocast=precision != "fp32", scores_kept=model.config._attn_implementation == "eager")
     free, _ = torch.cuda.mem_get_info(device)
-    fitting = max(1, int(_GPU_SHARE * free / (a_token * length)))
-    return Choice(fitting, f"activations of about {a_token / 1e6:.2f} MB a token fill {_GPU_SHARE:.0%} of free memory")
+    count, a_row = fitting_micro_batch(recipe, model.config, arithmetic, free)
+    reason = f"activations of about {a_row / 1e6:.0f} MB a sequence fill {_GPU_SHARE:.0%} of free memory"
+    return Choice(count, reason)
+
+
+def cpu_micro_batch(recipe: Recipe) -> int:
+    return max(1, _CPU_TOKENS // recipe.data.max_length)
+
+
+def fitting_micro_batch(recipe: Recipe, config: MaeLmConfig, arithmetic: Arithmetic, free: float) -> tuple[int, float]:
+    """How many full rows fit into so many free bytes, with a margin; and the bytes of one."""
+    a_row = activation_bytes(config, full_row(recipe), arithmetic, recipe.activation_checkpointing)
+    return max(1, int(_GPU_SHARE * free / a_row)), a_row
 
 
 def fastest_attention(model: PreTrainedModel, batch: dict[str, torch.Tensor], precision: str) -> Choice:

@@ -4,6 +4,7 @@
 
     python -m training.pretrain training/recipes/demo.yaml --max_steps 200 --model.hidden_size 256
     accelerate launch --num_processes 8 -m training.pretrain training/recipes/base.yaml
+    python -m training.pretrain training/recipes/base.yaml --estimate      what it would cost (--help: options)
 
 The same command continues a run that was killed, from its last checkpoint; on a CPU, bit for bit as if it had not been.
 Nothing random is carried from step to step: masks and the order of data are functions of (seed, epoch, sample), and
@@ -35,6 +36,7 @@ from tqdm.auto import tqdm
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from maelm_hf.probing import probe_rank
 
+from . import estimate
 from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
@@ -443,6 +445,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
+    if "--estimate" in arguments:
+        return estimate.main([argument for argument in arguments if argument != "--estimate"])
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
         status = start_missing_processes(arguments)

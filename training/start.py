@@ -85,11 +85,20 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: 
     if checkpoint is not None:
         return MaeLmForMaskedLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("mask", "pad", "bos", "eos")}
+    return MaeLmForMaskedLM(model_config(recipe, len(tokenizer), ids))
+
+
+def model_config(recipe: Recipe, vocab_size: int, token_ids: dict[str, int | None]) -> MaeLmConfig:
+    """The configuration of the recipe's model for a tokenizer of that size and with those special tokens.
+
+    Raises:
+        RecipeError: the settings contradict each other.
+    """
     settings = {"max_position_embeddings": recipe.data.max_length} | recipe.model
     if settings["max_position_embeddings"] < recipe.data.max_length:
         raise RecipeError("model.max_position_embeddings is below data.max_length: raise it, or shorten the blocks.")
     try:
-        return MaeLmForMaskedLM(MaeLmConfig(vocab_size=len(tokenizer), **ids, **settings))
+        return MaeLmConfig(vocab_size=vocab_size, **token_ids, **settings)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model: {error}") from None
 
