@@ -15,7 +15,6 @@ from maelm_hf import DataCollatorForMaeLm
 from training.blocks import BlockCutter, load_blocks
 from training.corpus import load_corpus
 from training.data import BatchOrder, Cursor, IndexedSteps, StepDataset, evaluation_step
-from training.packing import best_fit
 from training.permutation import permuted
 from training.recipe import Recipe, RecipeError, recipe_from_dict
 from training.tokenizer import load_tokenizer, special_tokens_around, tokenizer_digest, train_tokenizer
@@ -228,61 +227,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
-
-
-class TestPacking:
-    def test_every_item_once_in_rows_that_fit(self):
-        lengths = np.random.default_rng(0).integers(1, 65, size=5000)
-        rows = best_fit(lengths, 64)
-        assert sorted(item for row in rows for item in row) == list(range(5000))
-        assert max(lengths[row].sum() for row in rows) <= 64
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_is_best_fit_decreasing(self, seed):
-        """Against the definition, in quadratic time."""
-        lengths = np.random.default_rng(seed).integers(1, 30, size=200)
-        rooms, expected = [], []
-        for item in sorted(range(200), key=lambda item: -lengths[item]):
-            fitting = [row for row, room in enumerate(rooms) if room >= lengths[item]]
-            if not fitting:
-                rooms.append(30)
-                expected.append([])
-                fitting = [len(rooms) - 1]
-            least = min(rooms[row] for row in fitting)
-            row = next(row for row in fitting if rooms[row] == least)
-            rooms[row] -= lengths[item]
-            expected[row].append(item)
-        rows = best_fit(lengths, 30)
-        assert sorted(lengths[row].sum() for row in rows) == sorted(lengths[row].sum() for row in expected)
-
-    def test_an_epoch_of_packed_batches(self):
-        lengths = TestOrder.lengths
-        order = BatchOrder(recipe_with(batch_size=16, length_window=32, packing=True), lengths)
-        batches = []
-        for cursor, _, batch in order.batches(Cursor()):
-            if cursor.epoch == 1:
-                break
-            batches.append(batch)
-        rows = [row for batch in batches for row in batch]
-        assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
-        assert max(lengths[row].sum() for row in rows) <= 64
-        assert lengths.sum() / (64 * len(rows)) > 0.97
-
-    def test_a_packed_row_holds_its_documents_and_their_masks(self, text):
-        _, tokenizer, blocks, _ = text
-        collator = DataCollatorForMaeLm(tokenizer, seed=3)
-        settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 4096}
-        row = np.array([4, 1, 7])
-        (packed,) = StepDataset(blocks, collator, packed=True, **settings).step(None, None, [row], 0).micro_batches
-        alone = [
-            StepDataset(blocks, collator, **settings).step(None, None, [row[at : at + 1]], 0).micro_batches[0]
-            for at in range(3)
-        ]
-        for name in ("input_ids", "labels"):
-            assert torch.equal(packed[name], torch.cat([batch[name] for batch in alone], dim=1))
-        lengths = blocks.lengths[row].tolist()
-        assert packed["document_ids"][0].tolist() == [number for number, n in enumerate(lengths) for _ in range(n)]
-        assert packed["position_ids"][0].tolist() == [at for n in lengths for at in range(n)]
 
 
 class TestSteps:

@@ -1,21 +1,17 @@
-"""Streamed corpora and packed rows: as exact as blocks on disk."""
+"""Streamed corpora: as exact as blocks on disk."""
 
 import json
 import shutil
 from itertools import islice
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from pretraining_helpers import log_of, tiny_recipe, weights_of, write_corpus
-from transformers import AutoModelForMaskedLM
 
 from maelm_hf import DataCollatorForMaeLm
 from training import pretrain
 from training.blocks import BlockCutter
-from training.data import StepDataset
-from training.packing import best_fit
 from training.pretrain import run
 from training.recipe import RecipeError, recipe_from_dict
 from training.streaming import StreamedSteps
@@ -168,38 +164,3 @@ class TestStreaming:
         (state / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(RecipeError, match="continue with 2, not 1"):
             run(streamed(folder, "two"))
-
-
-class TestPacking:
-    def test_a_packed_run_wastes_little_and_ends_well(self, folder):
-        summary = run(recipe_from_dict(tiny_recipe(folder, "packed", max_steps=12, data__packing=True)))
-        apart = run(recipe_from_dict(tiny_recipe(folder, "apart", max_steps=12)))
-        rows = log_of(folder / "packed")
-        assert sum(row["padding"] for row in rows) < sum(row["padding"] for row in log_of(folder / "apart"))
-        assert summary.tokens > 1.2 * apart.tokens
-        assert summary.held_out_loss < 5.8
-
-    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-    @pytest.mark.parametrize("twin", ["none", "mlm"])
-    def test_documents_do_not_see_each_other(self, folder, attention, twin):
-        """The loss of a packed row is that of its documents, each alone."""
-        recipe = recipe_from_dict(tiny_recipe(folder, "isolated", max_steps=3, optimizer__warmup_steps=1, twin=twin))
-        recipe.output_dir = str(folder / f"isolated-{twin}-{attention}")
-        run(recipe)
-        model = AutoModelForMaskedLM.from_pretrained(f"{recipe.output_dir}/final", attn_implementation=attention)
-        text = prepare_text(recipe, say=lambda _: None)
-        collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
-        settings = {"rank": 0, "world_size": 1, "micro_batch_tokens": 4096}
-        rows = best_fit(text.training.lengths, recipe.data.max_length)
-        row = np.array(next(row for row in rows if len(row) >= 2))
-
-        def loss(rows, packed):
-            dataset = StepDataset(text.training, collator, packed=packed, **settings)
-            step = dataset.step(None, None, rows, epoch=0)
-            with torch.no_grad():
-                return sum(
-                    model.eval()(**batch, sparse_logits=True, num_items_in_batch=1).loss for batch in step.micro_batches
-                )
-
-        together, alone = loss([row], packed=True), loss(list(row[:, None]), packed=False)
-        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
