@@ -1,19 +1,27 @@
 # Copyright 2026 The maelm_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""``accelerate launch --cpu --num_processes N``, which by itself starts one process only.
+"""What ``accelerate launch`` leaves undone: several processes on a CPU, and SIGTERM.
 
 On a CPU, Accelerate (1.15) leaves several processes to MPI and starts a single one in silence. That one starts all of
 them here, through torchrun; on GPUs and under torchrun or MPI nothing is done.
+
+Where Accelerate starts one process, SIGTERM ends the launcher alone, and what it started trains on, seen by nobody. So
+that process asks the kernel for a SIGTERM at its parent's end (on Linux). Several processes on GPUs are under torchrun,
+which passes SIGTERM on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 
 import psutil
 from accelerate.commands.config import config_args
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .recipe import RecipeError
@@ -62,13 +70,25 @@ def _settings(launcher: Sequence[str]) -> dict[str, str | int | None]:
 def start_missing_processes(arguments: Sequence[str]) -> int | None:
     """Starts them with the same arguments; returns their exit status, or None if this process is to go on by itself."""
     parent = psutil.Process().parent()
-    count = asked_for_processes(os.environ, parent.cmdline() if parent else [])
+    launcher = parent.cmdline() if parent else []
+    if any("accelerate" in word for word in launcher) and "LOCAL_RANK" not in os.environ:
+        _end_with_parent()
+    count = asked_for_processes(os.environ, launcher)
     if count < 2:
         return None
     print(f"accelerate launch starts one process on a CPU: starting the {count} through torchrun")
     port = os.environ.get("MASTER_PORT", "29500")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")  # seconds they have for a checkpoint after SIGTERM
     try:
         torchrun.main(["--nproc_per_node", str(count), "--master_port", port, "-m", "training.pretrain", *arguments])
     except ChildFailedError:
         return 1  # the processes have said why
+    except SignalException:
+        pass  # the processes have got it too, saved, and ended
     return 0
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -77,6 +77,7 @@ def run(recipe: Recipe) -> Summary:
     """
     # bf16 autocast is entered around forward alone: Accelerate's own would also copy all logits to fp32.
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # several processes of torchrun on CPUs find each other only then
         mixed_precision="fp16" if recipe.precision == "fp16" else "no",
         log_with=tracker_of(recipe),
         project_dir=recipe.output_dir,
@@ -110,7 +111,9 @@ class Pretraining:
         self.folder = Path(recipe.output_dir)
         self.progress = Progress(**state.get("progress", {}))
         self.parameters = model.num_parameters()
-        self.stop_requested = self.tracker_failed = False
+        self.signalled = False  # this process was asked to stop, at whatever moment
+        self.stop_requested = False  # one was, and all know since the last step
+        self.tracker_failed = False
         self.collator = DataCollatorForMaeLm(
             text.tokenizer,
             recipe.data.mask_ratio,
@@ -213,7 +216,7 @@ class Pretraining:
         torch.manual_seed(_seed(recipe.seed, number, accelerator.process_index))
 
         # Counted over all processes before backward, so that every hidden token of the step weighs the same.
-        counts = [step.hidden_tokens, step.tokens, step.positions, step.stray_mask_tokens, self.stop_requested]
+        counts = [step.hidden_tokens, step.tokens, step.positions, step.stray_mask_tokens, self.signalled]
         counts = accelerator.reduce(torch.tensor(counts, dtype=torch.int64, device=accelerator.device), "sum")
         share = counts[0] / accelerator.num_processes  # DDP averages the gradients of the processes
 
@@ -421,7 +424,7 @@ class Pretraining:
         return {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _request_stop(self, *_: object) -> None:
-        self.stop_requested = True
+        self.signalled = True
 
 
 def _seed(*parts: int) -> int:
