@@ -103,6 +103,112 @@ def masks_encoder_keeps(
     return draw < int(fraction * 2**31)
 
 
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+class BitwiseDropout(torch.autograd.Function):
+    """
+    Dropout of 16-bit values on a CPU: 15 random bits an element and bit operations, several times cheaper than a
+    Bernoulli draw each. The probability is rounded to a multiple of 2^-15, and the scale is that of the rounded one.
+    """
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, probability: float) -> torch.Tensor:
+        threshold = round(probability * 2**15)
+        noise = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        noise = noise[: values.numel()].view(values.shape)
+        # All ones where the upper 15 bits, from -2^14 to 2^14 - 1, reach the threshold; nothing overflows 16 bits.
+        keep = (threshold - 2**14 - 1 - (noise >> 1)) >> 15
+        ctx.save_for_backward(keep)
+        ctx.scale = 2**15 / (2**15 - threshold)
+        return (values.contiguous().view(torch.int16) & keep).view(values.dtype).mul_(ctx.scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        (keep,) = ctx.saved_tensors
+        return (gradient.contiguous().view(torch.int16) & keep).view(gradient.dtype).mul_(ctx.scale), None
+
+
+def drop(values: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
+    """Inverted dropout, as `torch.nn.functional.dropout`."""
+    if probability == 0 or not training:
+        return values
+    bitwise = values.device.type == "cpu" and values.dtype in (torch.bfloat16, torch.float16)
+    if bitwise and not torch.compiler.is_compiling():  # a compiler draws in its own way
+        return BitwiseDropout.apply(values, probability)
+    return F.dropout(values, probability)
+
+
+class MaeLmDropout(nn.Dropout):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return drop(values, self.p, self.training)
+
+
+def in_autocast_type(values: torch.Tensor) -> torch.Tensor:
+    """
+    values in the type that autocast multiplies in, where it is on.
+
+    On a CPU, autocast leaves LayerNorm and sums in the type they are given: begun in bf16, hidden states stay in it and
+    are not cast back and forth in every layer. (LayerNorm adds up in fp32 by itself.)
+    """
+    if torch.is_autocast_enabled(values.device.type):
+        return values.to(torch.get_autocast_dtype(values.device.type))
+    return values
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """
+    The summed cross-entropy of logits (rows, classes), in fp32 a few rows at a time.
+
+    Of a vocabulary's logits in bf16, neither an fp32 copy nor fp32 probabilities ever exist as a whole.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = rows_of_a_chunk(logits)
+        target = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1).float()
+        normalizer = torch.cat([chunk.float().logsumexp(1) for chunk in logits.split(rows)])  # (rows,)
+        ctx.save_for_backward(logits, labels, normalizer)
+        return (normalizer - target).masked_fill(labels == -100, 0.0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        logits, labels, normalizer = ctx.saved_tensors
+        rows = rows_of_a_chunk(logits)
+        scale = gradient.float() * (labels != -100)  # (rows,)
+        result = torch.empty_like(logits)
+        parts = zip(*(part.split(rows) for part in (logits, labels, normalizer, scale, result)), strict=True)
+        for chunk, chunk_labels, chunk_normalizer, chunk_scale, out in parts:
+            probabilities = (chunk.float() - chunk_normalizer[:, None]).exp_()
+            one = torch.ones_like(chunk_normalizer)[:, None]
+            probabilities.scatter_add_(1, chunk_labels.clamp(min=0)[:, None], -one)
+            out.copy_(probabilities.mul_(chunk_scale[:, None]))
+        return result, None
+
+
+def rows_of_a_chunk(logits: torch.Tensor) -> int:
+    """As many as stay in a CPU's cache in fp32, or keep an accelerator busy."""
+    numbers = 2**19 if logits.device.type == "cpu" else 2**26
+    return max(1, numbers // logits.shape[1])
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+) -> torch.Tensor:
+    """
+    Cross-entropy in nats, in float32, over labels other than -100: summed, then divided by their number or by
+    `num_items_in_batch`; 0 where there is none (a mean over nothing would be NaN).
+    """
+    logits, labels = logits.flatten(0, -2), labels.flatten().to(logits.device)
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    count = torch.as_tensor(count, device=logits.device).clamp(min=1)
+    if torch.compiler.is_compiling():  # a compiler fuses it by itself
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / count
+    return ChunkedCrossEntropy.apply(logits, labels) / count
+
+
 # --- attention inputs -------------------------------------------------------------------------------------------------
 
 
@@ -153,11 +259,12 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Unpack[TransformersKwargs],
 ):
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, queries, keys)
+    query, key, value = (query * scaling).contiguous(), key.contiguous(), value.contiguous()
+    scores = torch.matmul(query, key.transpose(2, 3))  # (batch, heads, queries, keys)
     if attention_mask is not None:
         scores = scores + attention_mask
     probabilities = F.softmax(scores, dim=-1)
-    probabilities = F.dropout(probabilities, p=dropout, training=module.training)
+    probabilities = drop(probabilities, dropout, module.training)
     output = torch.matmul(probabilities, value).transpose(1, 2).contiguous()  # (batch, queries, heads, head size)
     return output, probabilities
 
@@ -261,10 +368,10 @@ class MaeLmEmbeddings(nn.Module):
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = MaeLmDropout(config.hidden_dropout_prob)
 
     def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.layer_norm(inputs_embeds + self.position_embeddings(position_ids)))
+        return self.dropout(in_autocast_type(self.layer_norm(inputs_embeds + self.position_embeddings(position_ids))))
 
 
 class MaeLmAttention(nn.Module):
@@ -335,7 +442,7 @@ class MaeLmLayer(GradientCheckpointingLayer):
         self.activation = ACT2FN[config.hidden_act]
         self.output = nn.Linear(intermediate_size, hidden_size)
         self.output_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(hidden_dropout)
+        self.dropout = MaeLmDropout(hidden_dropout)
 
     def forward(
         self,
@@ -370,7 +477,7 @@ class MaeLmDecoder(nn.Module):
         self.input_projection = nn.Linear(config.hidden_size, size) if size != config.hidden_size else None
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.layer_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.decoder_dropout_prob)
+        self.dropout = MaeLmDropout(config.decoder_dropout_prob)
         self.layers = nn.ModuleList(
             MaeLmLayer(
                 config,
@@ -387,7 +494,7 @@ class MaeLmDecoder(nn.Module):
         """joined (batch, length, encoder size) -> (batch, length, decoder size)."""
         if self.input_projection is not None:
             joined = self.input_projection(joined)
-        return self.dropout(self.layer_norm(joined + self.position_embeddings(position_ids)))
+        return self.dropout(in_autocast_type(self.layer_norm(joined + self.position_embeddings(position_ids))))
 
 
 class MaeLmLMHead(nn.Module):
@@ -535,7 +642,9 @@ class MaeLmModel(MaeLmPreTrainedModel):
         mask = create_attention_mask(
             self.config, hidden_states, attended, key_documents=document_ids, avoid_host_sync=avoid_host_sync
         )
-        bias = self.relative_position_bias(position_ids) if self.relative_position_bias is not None else None
+        bias = None
+        if self.relative_position_bias is not None:
+            bias = in_autocast_type(self.relative_position_bias(position_ids))
         mask, bias = merge_bias(self.config, mask, bias)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=mask, position_bias=bias, dropped=dropped, **kwargs)
@@ -609,6 +718,7 @@ class MaeLmTokens:
     shape: tuple[int, int]  # (batch, length)
     kept_index: torch.Tensor | None = None  # (batch, kept); None: every token, in place
     hidden_index: torch.Tensor | None = None  # (batch, hidden); None: no token is hidden
+    mask_embedding: torch.Tensor | None = None  # (size,)
     target_slots: torch.Tensor | None = None  # (batch, targets), into kept + hidden; None: every token is predicted
     target_labels: torch.Tensor | None = None  # (batch, targets), -100 where there is none
 
@@ -749,13 +859,23 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             tokens.target_slots, tokens.target_labels = take(slot_of_position, index, -1), take(labels, index, -100)
         return tokens
 
+    def embed(self, tokens: MaeLmTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings of the kept tokens (batch, kept, size), and of [MASK] (size,) where tokens are hidden."""
+        if tokens.embeds is not None:
+            return tokens.embeds, None
+        words, ids = self.encoder.get_input_embeddings(), tokens.take(tokens.ids, tokens.kept_index)
+        if tokens.hidden_index is None:
+            return words(ids), None
+        # One look-up for both: each look-up's gradient is as large as the whole table.
+        mask_id = torch.full((1,), self.config.mask_token_id, device=ids.device)
+        embeds = words(torch.cat([ids.flatten(), mask_id]))
+        return embeds[:-1].view(*ids.shape, -1), embeds[-1]
+
     def encode(self, tokens: MaeLmTokens, avoid_host_sync: bool, **kwargs) -> BaseModelOutput:
         """The encoder over kept tokens, each at its original position."""
         index = tokens.kept_index
-        embeds = tokens.embeds
-        if embeds is None:
-            # Embedded here: the encoder drops no token of `inputs_embeds`, and what to drop is decided already.
-            embeds = self.encoder.get_input_embeddings()(tokens.take(tokens.ids, index))
+        # Embedded here: the encoder drops no token of `inputs_embeds`, and what to drop is decided already.
+        embeds, tokens.mask_embedding = self.embed(tokens)
         return self.encoder(
             inputs_embeds=embeds,  # (batch, kept, size)
             attention_mask=tokens.attended_at(index),
@@ -769,8 +889,8 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         """Encoder outputs, then the mask embedding once for each hidden token: (batch, kept + hidden, size)."""
         if tokens.hidden_index is None:
             return encoded
-        mask_embedding = self.encoder.get_input_embeddings().weight[self.config.mask_token_id]
-        return torch.cat([encoded, mask_embedding.to(encoded.dtype).expand(*tokens.hidden_index.shape, -1)], dim=1)
+        mask_embedding = tokens.mask_embedding.to(encoded.dtype)
+        return torch.cat([encoded, mask_embedding.expand(*tokens.hidden_index.shape, -1)], dim=1)
 
     def decode(self, tokens: MaeLmTokens, joined: torch.Tensor, avoid_host_sync: bool) -> torch.Tensor:
         """The decoder over all tokens, its last layer for the targets alone: (batch, targets, decoder size)."""
@@ -820,25 +940,12 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         return logits, loss
 
 
-def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor:
-    """
-    Cross-entropy in nats, in float32, over labels other than -100: summed, then divided by their number or by
-    `num_items_in_batch`; 0 where there is none (a mean over nothing would be NaN).
-    """
-    logits, labels = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
-    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    count = torch.as_tensor(count, device=logits.device).clamp(min=1)
-    return F.cross_entropy(logits, labels, reduction="sum") / count
-
-
 class MaeLmSequenceClassifier(nn.Module):
     """First token, dropout, linear, tanh, dropout, linear."""
 
     def __init__(self, config: MaeLmConfig):
         super().__init__()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = MaeLmDropout(config.hidden_dropout_prob)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.num_labels)
 
@@ -927,7 +1034,7 @@ class MaeLmForTokenClassification(MaeLmPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.encoder = MaeLmModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = MaeLmDropout(config.hidden_dropout_prob)
         self.token_classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -1022,7 +1129,7 @@ class MaeLmForMultipleChoice(MaeLmPreTrainedModel):
     def __init__(self, config: MaeLmConfig):
         super().__init__(config)
         self.encoder = MaeLmModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = MaeLmDropout(config.hidden_dropout_prob)
         self.multiple_choice = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
