@@ -110,7 +110,7 @@ class Estimate:
     parameters: Parameters
     flops: Flops  # of one token
     executed: float  # forward, backward and recomputation, of one token
-    mlm_executed: float  # of the twin
+    mlm_training: float  # forward and backward of the MLM twin, of one token
     tokens_a_step: float
     optimizer_flops: float  # a step, on each process
     device: Device
@@ -170,7 +170,7 @@ def estimate(recipe: Recipe, device: Device, processes: int, utilisation: float)
         parameters=parameters,
         flops=Flops(*(part / row.length for part in (flops.encoder, flops.decoder, flops.head))),
         executed=flops.executed(recipe.activation_checkpointing) / row.length,
-        mlm_executed=twin.executed(recipe.activation_checkpointing) / row.length,
+        mlm_training=twin.training / row.length,
         tokens_a_step=tokens_a_step,
         optimizer_flops=muon_flops(parameters.muon),
         device=device,
@@ -240,7 +240,6 @@ def describe(found: Estimate) -> list[tuple[str, str]]:
     if config.decoder_num_hidden_layers:
         decoder = f"decoder {config.decoder_num_hidden_layers} x {config.decoder_hidden_size}"
     forward = {"encoder": flops.encoder, "decoder": flops.decoder, "head": flops.head}
-    recomputed = ", layers recomputed" if recipe.activation_checkpointing else ""
     return [
         ("Model", ""),
         ("encoder and decoder", f"{config.num_hidden_layers} x {config.hidden_size}, {decoder}"),
@@ -252,8 +251,12 @@ def describe(found: Estimate) -> list[tuple[str, str]]:
         ("Operations a token", ""),
         *((f"forward, {name}", f"{value / 1e6:,.1f} MFLOP") for name, value in forward.items()),
         ("forward", f"{flops.forward / 1e6:,.1f} MFLOP"),
-        ("training" + recomputed, f"{found.executed / 1e6:,.1f} MFLOP"),
-        ("against its MLM twin", f"{found.executed / found.mlm_executed:.2f} x"),
+        ("training", f"{flops.training / 1e6:,.1f} MFLOP"),
+        ("training against the MLM twin", f"{flops.training / found.mlm_training:.2f} x"),
+        (
+            "training, layers recomputed",
+            f"{found.executed / 1e6:,.1f} MFLOP" if recipe.activation_checkpointing else "no recomputation",
+        ),
         ("Time", ""),
         ("steps", f"{recipe.max_steps:,}"),
         ("tokens a step", f"{found.tokens_a_step:,.0f}"),
@@ -268,10 +271,10 @@ def describe(found: Estimate) -> list[tuple[str, str]]:
         ("micro-batch", f"{found.rows} x {recipe.data.max_length} tokens, {found.micro_batches} a step"),
         ("weights", _size(found.ddp.weights)),
         ("gradients", _size(found.ddp.gradients)),
-        (f"optimizer ({recipe.optimizer.name})", _size(found.ddp.optimizer)),
-        (f"{found.precision} copies of matrices", _size(found.ddp.casts)),
+        ("optimizer", f"{_size(found.ddp.optimizer)} ({recipe.optimizer.name})"),
+        ("half-precision copies of matrices", _size(found.ddp.casts)),
         ("DDP's buckets", _size(found.ddp.buckets)),
-        (f"activations ({found.attention})", _size(found.ddp.activations)),
+        ("activations", f"{_size(found.ddp.activations)} ({found.attention})"),
         ("all, DDP", _fitting(found.ddp, found.device)),
         ("all, FSDP2", _fitting(found.fsdp, found.device)),
         ("Network, sent by a process in a step", ""),
@@ -345,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(columns: dict[str, list[tuple[str, str]]], as_markdown: bool) -> None:
-    """Prints the estimates side by side; lines that differ in their label are of the first."""
+    """Prints the estimates side by side."""
     labels = [label for label, _ in next(iter(columns.values()))]
     rows = [[label, *(lines[number][1] for lines in columns.values())] for number, label in enumerate(labels)]
     if as_markdown:

@@ -30,13 +30,13 @@ import safetensors.torch
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm.auto import tqdm
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from maelm_hf.probing import probe_rank
 
-from . import estimate
+from . import estimate, zero2
 from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
 from .corpus import CorpusError
@@ -84,7 +84,7 @@ def run(recipe: Recipe) -> Summary:
         # The first process may tokenize for hours while the others wait.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
-    check_distribution(recipe, accelerator.distributed_type)
+    check_distribution(recipe, accelerator.distributed_type, accelerator.state.deepspeed_plugin)
     # Once, and once more on nodes that do not share the cache.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         text = prepare_text(recipe, accelerator.print)
@@ -129,11 +129,18 @@ class Pretraining:
             self.cursor = type(self.cursor)(**cursors[accelerator.process_index % len(cursors)])
         if recipe.activation_checkpointing:
             model.activation_checkpointing_enable()
+        self.zero2 = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if self.zero2:
+            zero2.configure(accelerator.state.deepspeed_plugin, recipe)
+            zero2.autocast_inside(model, self.autocast)
         optimizers = build_optimizers(model, recipe.optimizer)
         self.model, *self.optimizers = accelerator.prepare(model, *optimizers)
         if checkpoint is not None:
             tensors = safetensors.torch.load_file(checkpoint / "optimizer.safetensors")
-            load_optimizer_tensors(self._unwrapped(), self.optimizers, tensors)
+            if self.zero2:
+                zero2.load_optimizer_tensors(self.model, tensors)
+            else:
+                load_optimizer_tensors(self._unwrapped(), self.optimizers, tensors)
             if accelerator.scaler is not None:
                 accelerator.scaler.load_state_dict(state["scaler"])
 
@@ -227,9 +234,15 @@ class Pretraining:
             with nullcontext() if is_last else accelerator.no_sync(self.model):
                 with self.autocast():
                     loss = self.model(**self._on_device(batch), num_items_in_batch=share).loss
-                accelerator.backward(loss)
+                if self.zero2:
+                    zero2.backward(self.model, loss, is_last)
+                else:
+                    accelerator.backward(loss)
             losses.append(loss.detach())
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm)
+        if self.zero2:
+            norm = zero2.clip_and_step(self.model)  # of itself it leaves out steps that are not finite, as below
+        else:
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm)
         if hasattr(norm, "full_tensor"):  # of sharded gradients
             norm = norm.full_tensor()
         mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
@@ -322,7 +335,10 @@ class Pretraining:
     def save(self) -> None:
         """Writes a checkpoint; where that fails, says so, and training goes on with the previous one."""
         weights = self.accelerator.get_state_dict(self.model)
-        tensors = optimizer_tensors(self._unwrapped(), self.optimizers)
+        if self.zero2:
+            tensors = zero2.optimizer_tensors(self.model)
+        else:
+            tensors = optimizer_tensors(self._unwrapped(), self.optimizers)
         cursors = gather_object([asdict(self.cursor)])
         if self.accelerator.is_main_process:
             state = {

@@ -12,24 +12,25 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DeepSpeedPlugin, DistributedType, broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 
+from . import zero2
 from .checkpoint import find_checkpoint, newest_name
 from .recipe import Recipe, RecipeError
 from .text import Text
 
 
-def check_distribution(recipe: Recipe, kind: DistributedType) -> None:
+def check_distribution(recipe: Recipe, kind: DistributedType, deepspeed: DeepSpeedPlugin | None = None) -> None:
     """Refuses what cannot be run in this way of sharing a model among processes.
 
     Raises:
-        RecipeError: DeepSpeed, or rank probes of a sharded model.
+        RecipeError: rank probes of a sharded model, or what DeepSpeed would do in its own way.
     """
-    if kind == DistributedType.DEEPSPEED:
-        raise RecipeError("DeepSpeed keeps its optimizer state to itself: use FSDP2, training/accelerate/fsdp2.yaml.")
+    if deepspeed is not None:
+        zero2.check(deepspeed, recipe)
     if kind == DistributedType.FSDP and recipe.probe_every:
         raise RecipeError(
             "probe_every reads whole weights, and FSDP shards them: set probe_every 0, and give a checkpoint to "
