@@ -30,7 +30,8 @@ def test_cross_entropy_over_several_chunks_is_pytorchs(dtype, divisor):
     expected = F.cross_entropy(expected_logits, labels, reduction="sum") / (divisor or (labels != -100).sum())
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert loss.dtype == torch.float32 and logits.grad.dtype == dtype
+    assert loss.dtype == torch.float32
+    assert logits.grad.dtype == dtype
     # What is left is the rounding of each element to the logits' type.
     torch.testing.assert_close(
         logits.grad.float(), expected_logits.grad, rtol=torch.finfo(dtype).eps + 1e-4, atol=torch.finfo(dtype).tiny
@@ -50,7 +51,8 @@ def test_cross_entropy_without_labels_is_zero_with_zero_gradient():
     logits, labels = logits_and_labels(torch.bfloat16, rows=3)
     loss = cross_entropy(logits, torch.full_like(labels, -100), None)
     loss.backward()
-    assert loss.item() == 0 and not logits.grad.any()
+    assert loss.item() == 0
+    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
@@ -74,7 +76,8 @@ def test_dropout_in_bf16_is_that_of_its_seed_and_independent_of_place():
         torch.manual_seed(seed)
         return MaeLmDropout(0.5)(torch.ones(64, 4096, dtype=torch.bfloat16)) != 0
 
-    assert torch.equal(draw(0), draw(0)) and not torch.equal(draw(0), draw(1))
+    assert torch.equal(draw(0), draw(0))
+    assert not torch.equal(draw(0), draw(1))
     kept = draw(2).float()
     correlations = torch.corrcoef(kept) - torch.eye(64)  # of rows; 1 / sqrt(4096) = .016 by chance
     assert correlations.abs().max() < 5 / 4096**0.5
