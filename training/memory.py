@@ -28,7 +28,8 @@ class Arithmetic:
         autocast: linear layers compute in bf16 or fp16.
         scores_kept: attention keeps its maps for the backward pass: eager attention does, and sdpa on a CPU where it
             drops out or learns a bias.
-        on_cpu: dropout keeps noise in the width of the states there, one byte an element on a GPU.
+        on_cpu: under autocast hidden states stay in two bytes there, while LayerNorm and softmax of a GPU return
+            float32, which every linear layer copies; dropout keeps noise as wide as its input, a byte on a GPU.
     """
 
     autocast: bool
@@ -38,6 +39,15 @@ class Arithmetic:
     @property
     def width(self) -> int:
         return 2 if self.autocast else FLOAT32
+
+    @property
+    def state_width(self) -> int:
+        """Of hidden states between the layers, and of attention maps."""
+        return self.width if self.on_cpu else FLOAT32
+
+    @property
+    def copies(self) -> bool:
+        return self.autocast and not self.on_cpu
 
     def noise(self, probability: float, width: int) -> int:
         """Bytes an element that dropout keeps."""
@@ -91,10 +101,9 @@ def count_parameters(model: MaeLmForMaskedLM, optimizer: OptimizerSection) -> Pa
 def activation_bytes(config: MaeLmConfig, row: Row, arithmetic: Arithmetic, activation_checkpointing: bool) -> float:
     """What one row keeps for its backward pass, and the gradients that are alive with it at the peak.
 
-    Embedding and join: one float32 state a token at either width (of LayerNorm). Layers: :func:`layer_bytes`; with
-    checkpointing each keeps its input alone, and one layer at a time the rest. Head: four states of a hidden token,
-    then over the vocabulary the float32 log-probabilities, their gradient and the logits. Relative bias: one map of
-    scores a head, and its gradient; int64 distances.
+    Embedding and join: one float32 state a token (of LayerNorm). Layers: :func:`layer_bytes`; with checkpointing each
+    keeps its input alone, and one layer at a time the rest. Head: four states of a hidden token, the logits and their
+    gradient. Relative bias: one map of scores a head, and its gradient; int64 distances.
     """
     size, seen, width = config.hidden_size, row.seen_by_encoder(config), arithmetic.width
     encoder_layer = layer_bytes(
@@ -106,11 +115,13 @@ def activation_bytes(config: MaeLmConfig, row: Row, arithmetic: Arithmetic, acti
         config.hidden_dropout_prob,
         config.attention_probs_dropout_prob,
     )
-    kept = [seen * size * FLOAT32] * config.num_hidden_layers  # inputs, which are all that checkpointing keeps
+    kept = [
+        seen * size * arithmetic.state_width
+    ] * config.num_hidden_layers  # inputs, which are all that checkpointing keeps
     layers = [encoder_layer] * config.num_hidden_layers
-    total = seen * size * (FLOAT32 + arithmetic.noise(config.hidden_dropout_prob, FLOAT32))
+    total = seen * size * (FLOAT32 + arithmetic.noise(config.hidden_dropout_prob, width))
     if config.relative_position_buckets:
-        total += seen**2 * (2 * config.num_attention_heads * FLOAT32 + 8)
+        total += seen**2 * (2 * config.num_attention_heads * width + 8)
     head_size = size
     if config.decoder_num_hidden_layers:
         head_size = config.decoder_hidden_size
@@ -128,13 +139,13 @@ def activation_bytes(config: MaeLmConfig, row: Row, arithmetic: Arithmetic, acti
                     queries=row.hidden if is_last else None,
                 )
             )
-        kept += [row.length * head_size * FLOAT32] * config.decoder_num_hidden_layers
-        total += row.length * head_size * (FLOAT32 + arithmetic.noise(config.decoder_dropout_prob, FLOAT32))
+        kept += [row.length * head_size * arithmetic.state_width] * config.decoder_num_hidden_layers
+        total += row.length * head_size * (FLOAT32 + arithmetic.noise(config.decoder_dropout_prob, width))
         if head_size != size:
             total += row.length * size * width
     total += sum(kept) + max(layers) if activation_checkpointing else sum(layers)
     total += row.hidden * (3 * head_size + size) * width
-    return total + row.hidden * config.vocab_size * (2 * FLOAT32 + (width if arithmetic.autocast else 0))
+    return total + row.hidden * config.vocab_size * 2 * width
 
 
 def layer_bytes(
@@ -149,21 +160,21 @@ def layer_bytes(
 ) -> float:
     """What one layer keeps for its backward pass, keys and values of ``tokens`` tokens, all else of ``queries``.
 
-    The input of query, key and value (under autocast a copy for each), these three, the attention's output, the
-    input and the inner states of the MLP before and after its activation, in the width of autocast; both LayerNorm
-    inputs in float32; noise of dropout; and the attention maps where the kernel keeps them.
+    The input of query, key and value (on a GPU under autocast a copy for each), these three, the attention's output,
+    the input and the inner states of the MLP before and after its activation, in the width of autocast; both LayerNorm
+    inputs; noise of dropout; and the attention maps where the kernel keeps them.
     """
     width = arithmetic.width
     every = tokens if queries is None else tokens + queries  # tokens that enter, as queries or as keys
     queries = tokens if queries is None else queries
-    total = size * width * (queries + 2 * tokens if arithmetic.autocast else every)
+    total = size * width * (queries + 2 * tokens if arithmetic.copies else every)
     total += size * width * (queries + 2 * tokens)
-    total += queries * (size * 2 * width + inner * 2 * width + size * 2 * FLOAT32)
+    total += queries * (size * 2 * width + inner * 2 * width + size * 2 * arithmetic.state_width)
     total += queries * size * 2 * arithmetic.noise(hidden_dropout, width)
     if arithmetic.scores_kept:
-        # Probabilities in float32; what multiplies the values: their copy under autocast, or after dropout.
-        copied = arithmetic.autocast or attention_dropout > 0
-        an_element = FLOAT32 + copied * width + arithmetic.noise(attention_dropout, FLOAT32)
+        # Probabilities, and what multiplies the values: their copy under autocast, or after dropout.
+        copied = arithmetic.copies or attention_dropout > 0
+        an_element = arithmetic.state_width + copied * width + arithmetic.noise(attention_dropout, width)
         total += heads * queries * tokens * an_element
     return total
 

@@ -151,8 +151,8 @@ def test_activations_are_the_tensors_saved_for_backward(settings, dropout, autoc
 
     arithmetic = Arithmetic(autocast=autocast, scores_kept=False, on_cpu=True)
     expected = ROWS * activation_bytes(model.config, Row(LENGTH, HIDDEN), arithmetic, activation_checkpointing=False)
-    # The estimate is of the peak: with the gradient of the logits, which exist only in the backward pass.
-    expected -= ROWS * HIDDEN * 900 * (6 if autocast else 4)
+    # The estimate is of the peak: with the gradient of the logits, which exists only in the backward pass.
+    expected -= ROWS * HIDDEN * 900 * (2 if autocast else 4)
     if autocast:
         expected += 2 * count_parameters(model, OptimizerSection()).cast
     assert total == pytest.approx(expected, rel=0.05)
