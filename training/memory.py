@@ -115,9 +115,7 @@ def activation_bytes(config: MaeLmConfig, row: Row, arithmetic: Arithmetic, acti
         config.hidden_dropout_prob,
         config.attention_probs_dropout_prob,
     )
-    kept = [
-        seen * size * arithmetic.state_width
-    ] * config.num_hidden_layers  # inputs, which are all that checkpointing keeps
+    kept = [seen * size * arithmetic.state_width] * config.num_hidden_layers  # inputs: all that checkpointing keeps
     layers = [encoder_layer] * config.num_hidden_layers
     total = seen * size * (FLOAT32 + arithmetic.noise(config.hidden_dropout_prob, width))
     if config.relative_position_buckets:

@@ -430,7 +430,10 @@ class Pretraining:
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         transformers.utils.logging.disable_progress_bar()  # one more bar beside the run's own
-        self._unwrapped().save_pretrained(folder, state_dict=weights)
+        model = self._unwrapped()
+        # Of weights that were gathered or copied, the tied matrix is there twice.
+        weights = {name: tensor for name, tensor in weights.items() if name not in model.all_tied_weights_keys}
+        model.save_pretrained(folder, state_dict=weights)
         self.text.tokenizer.save_pretrained(folder)
 
     def _unwrapped(self) -> MaeLmForMaskedLM:
