@@ -1,15 +1,24 @@
 """Sharded by FSDP2 in two processes: what one process computes, and optimizer state that survives."""
 
+import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 import torch.multiprocessing
+import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp2_prepare_model
+from pretraining_helpers import ROOT
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 from training.optimizers import build_optimizers, load_optimizer_tensors, optimizer_tensors
@@ -65,19 +74,51 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def shard(model: MaeLmForMaskedLM, mesh) -> MaeLmForMaskedLM:
+def shard_by_hand(model: MaeLmForMaskedLM, mesh) -> MaeLmForMaskedLM:
+    """Layers and root as units."""
     for layer in [*model.encoder.layers, *model.decoder.layers]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def one_process(rank: int, port: int, folder: str) -> None:
+def shard_by_accelerate(model: MaeLmForMaskedLM, mesh) -> MaeLmForMaskedLM:
+    """As training/accelerate/fsdp2.yaml has it done; Accelerator itself wants GPUs for it."""
+    settings = yaml.safe_load((ROOT / "training" / "accelerate" / "fsdp2.yaml").read_text())["fsdp_config"]
+    names = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}  # as accelerate launch hands them on
+    os.environ |= {names.get(key, key.upper()): str(value) for key, value in settings.items()}
+    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = SimpleNamespace(
+        state=state,
+        torch_device_mesh={("dp",): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=True,
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+SHARD = {"by hand": shard_by_hand, "by Accelerate": shard_by_accelerate}
+
+
+def facts(model: MaeLmForMaskedLM) -> dict:
+    """What must hold of a sharded model at any time."""
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    return {
+        "tied": model.lm_head.output.weight is model.encoder.get_input_embeddings().weight,
+        "layers and root are units": all(isinstance(module, FSDPModule) for module in [*layers, model]),
+        "all parameters are shared out": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+    }
+
+
+def one_process(rank: int, port: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     section = OptimizerSection(learning_rate=0.01)
+    shard = SHARD[how]
     model = shard(new_model(), mesh)
-    tied = model.lm_head.output.weight is model.encoder.get_input_embeddings().weight
+    before = facts(model)
     optimizers = build_optimizers(model, section)
     gradients = train(model, optimizers, range(STEPS), rank)
     state = optimizer_tensors(model, optimizers)
@@ -94,25 +135,38 @@ def one_process(rank: int, port: int, folder: str) -> None:
     after, again = (
         {name: whole(parameter) for name, parameter in part.named_parameters()} for part in (model, restored)
     )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
+    gathered = get_model_state_dict(model, options=options)  # as a checkpoint is made of a sharded model
     if rank == 0:
-        torch.save(
-            {"tied": tied, "gradients": gradients, "state": state, "after": after, "again": again}, f"{folder}/0"
-        )
+        found = {"facts": [before, facts(model)], "gradients": gradients, "state": state, "gathered": gathered}
+        torch.save(found | {"after": after, "again": again}, Path(folder, "0"))
     distributed.destroy_process_group()
 
 
+def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """As a run writes its checkpoints."""
+    from training.pretrain import Pretraining  # the sharded processes need not wait for all that it imports
+    from training.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(iter([["some words to begin with"]]), 300, 32)
+    run = SimpleNamespace(_unwrapped=new_model, text=SimpleNamespace(tokenizer=tokenizer))
+    Pretraining._write_model(run, folder, weights)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo over localhost is not tried on Windows")
-def test_two_sharded_processes_are_one(tmp_path: Path):
+@pytest.mark.parametrize("how", SHARD)
+def test_two_sharded_processes_are_one(tmp_path: Path, how: str):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_process, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(one_process, (port, str(tmp_path), how), nprocs=2)
     sharded = torch.load(tmp_path / "0", weights_only=True)
 
     model = new_model()
     optimizers = build_optimizers(model, OptimizerSection(learning_rate=0.01))
     gradients = train(model, optimizers, range(STEPS))
-    assert sharded["tied"]
+    for found in sharded["facts"]:
+        assert all(found.values()), found
     for expected, got in zip(gradients, sharded["gradients"], strict=True):
         assert expected.keys() == got.keys()
         for name in expected:
@@ -123,3 +177,11 @@ def test_two_sharded_processes_are_one(tmp_path: Path):
         torch.testing.assert_close(sharded["state"][name], state[name], rtol=1e-3, atol=1e-6)
     for name, tensor in sharded["after"].items():
         assert torch.equal(tensor, sharded["again"][name])
+
+    write_model(tmp_path / "model", sharded["gathered"])
+    written = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    assert written.keys() == sharded["after"].keys()  # the tied matrix once
+    reloaded = MaeLmForMaskedLM.from_pretrained(tmp_path / "model")
+    assert reloaded.lm_head.output.weight is reloaded.encoder.get_input_embeddings().weight
+    for name, parameter in reloaded.named_parameters():
+        assert torch.equal(parameter, sharded["after"][name])
