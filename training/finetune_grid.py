@@ -142,6 +142,7 @@ def _measure_attention(model: str, data, plan: Plan, tokenizer, encoded, precisi
     """Times the kernels on three batches as training will see them: of short, middling and long examples."""
     import torch
 
+    from maelm_hf.memory import keep_freed_memory
     from training.attention_choice import choose_attention
     from training.encoding import PadToLongest
     from training.finetune_cell import load_model
@@ -150,7 +151,10 @@ def _measure_attention(model: str, data, plan: Plan, tokenizer, encoded, precisi
     starts = [max(0, int(share * len(by_length)) - size // 2) for share in (0.25, 0.5, 0.9)]
     collate = PadToLongest(tokenizer)
     batches = [collate([encoded.examples[i] for i in by_length[start : start + size]]) for start in starts]
-    network = load_model(model, data).to(torch.accelerator.current_accelerator() or "cpu")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
+    network = load_model(model, data).to(device)
     return choose_attention(network, batches, precision)
 
 
@@ -228,9 +232,14 @@ def _run_apart(spec: dict, slot: int, jobs: int, devices: int) -> tuple[dict | N
 
 def run_cell_of(spec: dict, quiet: bool) -> dict:
     """Runs the cell a specification (see `_specification`) describes, and returns its result."""
+    import torch
+
+    from maelm_hf.memory import keep_freed_memory
     from training.finetune_cell import Cell, run_cell
     from training.linear_probe import probe_cell
 
+    if not torch.accelerator.is_available():
+        keep_freed_memory()
     cell, work = Cell(**spec["cell"]), Path(spec["work"])
     data = load_task(DataOptions.from_json(spec["data"]))
     work.mkdir(parents=True, exist_ok=True)

@@ -34,16 +34,18 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_
 from tqdm.auto import tqdm
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
+from maelm_hf.memory import keep_freed_memory
 from maelm_hf.probing import probe_rank
 
 from . import estimate, zero2
 from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
-from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention
+from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention, measure_peak
 from .corpus import CorpusError
 from .data import IndexedSteps, Step
-from .evaluation import HeldOut
+from .evaluation import HeldOut, right_answers
+from .flops import Row, forward_flops
 from .launch import start_missing_processes
-from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, read_log, tracker_of, try_to_write
+from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, summarise, tracker_of, try_to_write
 from .optimizers import (
     build_optimizers,
     learning_rate_factor,
@@ -56,7 +58,11 @@ from .start import build_model, check_distribution, find_resumable, versions
 from .streaming import StreamedSteps
 from .text import Text, prepare_text
 
-_TRACKED = ("loss", "learning_rate", "grad_norm", "hidden_tokens", "tokens", "padding", "epoch", "tokens_per_second")
+_TRACKED = (
+    *("loss", "accuracy", "learning_rate", "grad_norm", "hidden_tokens", "tokens", "padding", "epoch"),
+    *("tokens_per_second", "share_of_peak"),
+)
+_ACCURACY_EVERY = 20  # steps: the largest of a vocabulary's logits is no small work on a CPU
 
 
 class TrainingDivergedError(RuntimeError):
@@ -85,6 +91,8 @@ def run(recipe: Recipe) -> Summary:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
     check_distribution(recipe, accelerator.distributed_type, accelerator.state.deepspeed_plugin)
+    if accelerator.device.type == "cpu" and keep_freed_memory():
+        accelerator.print("memory: what a step frees is kept for the next one")
     # Once, and once more on nodes that do not share the cache.
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         text = prepare_text(recipe, accelerator.print)
@@ -172,6 +180,9 @@ class Pretraining:
             "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, precision))
         )
         model.set_attn_implementation(attention)
+        self.fewer_queries = attention != "flash_attention_2"
+        peak = self.choices.make("matmul_peak", "auto", agreed(lambda: measure_peak(device, precision)))
+        self.peak = peak * self.accelerator.num_processes
         return autocast
 
     def train(self) -> Summary:
@@ -195,7 +206,8 @@ class Pretraining:
                 row = self.step(next(steps))
                 if main:
                     self.log.write(row)
-                    bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
+                    speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['share_of_peak']:.0%} of peak"
+                    bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed}")
                     bar.update()
                     self.track({f"train/{name}": row[name] for name in _TRACKED if row[name] is not None})
                 last = progress.step == recipe.max_steps
@@ -223,17 +235,23 @@ class Pretraining:
         torch.manual_seed(_seed(recipe.seed, number, accelerator.process_index))
 
         # Counted over all processes before backward, so that every hidden token of the step weighs the same.
-        counts = [step.hidden_tokens, step.tokens, step.positions, step.stray_mask_tokens, self.signalled]
+        counts = [step.hidden_tokens, step.tokens, step.positions, step.rows, step.stray_mask_tokens, self.signalled]
         counts = accelerator.reduce(torch.tensor(counts, dtype=torch.int64, device=accelerator.device), "sum")
         share = counts[0] / accelerator.num_processes  # DDP averages the gradients of the processes
 
         self.model.train()
-        losses = []
+        counts_right = number % _ACCURACY_EVERY == 0
+        losses, right = [], torch.zeros((), dtype=torch.int64, device=accelerator.device)
         for number_of_micro_batch, batch in enumerate(step.micro_batches, start=1):
             is_last = number_of_micro_batch == len(step.micro_batches)
             with nullcontext() if is_last else accelerator.no_sync(self.model):
                 with self.autocast():
-                    loss = self.model(**self._on_device(batch), num_items_in_batch=share).loss
+                    batch = self._on_device(batch)
+                    output = self.model(**batch, num_items_in_batch=share)
+                    loss = output.loss
+                if counts_right:
+                    right += right_answers(output.logits.detach(), batch)
+                del output  # backward frees the logits as it goes
                 if self.zero2:
                     zero2.backward(self.model, loss, is_last)
                 else:
@@ -248,7 +266,7 @@ class Pretraining:
         mean_loss = accelerator.reduce(torch.stack(losses).sum(), "mean")
         # The step's transfers from the device; two, because not every device has a type that holds both exactly.
         loss, norm = torch.stack([mean_loss.float(), norm.float()]).tolist()
-        hidden_tokens, tokens, positions, stray_mask_tokens, stop = counts.tolist()
+        hidden_tokens, tokens, positions, rows, stray_mask_tokens, stop = counts.tolist()
 
         if not math.isfinite(loss):
             raise TrainingDivergedError(
@@ -274,8 +292,12 @@ class Pretraining:
         by_source = dict(zip((source.name for source in self.text.sources), step.tokens_by_source, strict=False))
         for name, count in by_source.items():
             self.progress.tokens_by_source[name] = self.progress.tokens_by_source.get(name, 0) + count
+        row = Row(tokens / rows, hidden_tokens / rows)
+        flops = rows * forward_flops(self._unwrapped().config, row, fewer_queries=self.fewer_queries).training
+        accuracy = accelerator.reduce(right, "sum").item() / hidden_tokens if counts_right else None
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds
+        self.progress.flops += flops
         return {
             "step": number,
             "epoch": step.cursor.epoch,
@@ -285,8 +307,10 @@ class Pretraining:
             "hidden_tokens": hidden_tokens,
             "tokens": tokens,
             "padding": 1 - tokens / positions,
-            "batch": _digest(step),
+            "batch": step.digest(),
+            "accuracy": accuracy,
             "tokens_per_second": tokens / seconds,
+            "share_of_peak": flops / seconds / self.peak,
         } | ({"tokens_by_source": by_source} if by_source else {})
 
     def evaluate(self, bar: tqdm) -> None:
@@ -368,31 +392,15 @@ class Pretraining:
         """The loadable model, the figure and the summary."""
         progress, finished = self.progress, self.progress.step >= self.recipe.max_steps
         weights = self.accelerator.get_state_dict(self.model) if finished else {}
-        evaluations = read_log(self.folder / "evaluations.jsonl")
-        losses = [row["loss"] for row in read_log(self.folder / "log.jsonl")[-50:]]
-        summary = Summary(
-            finished=finished,
-            steps=progress.step,
-            epochs=progress.epoch + 1,
-            training_loss=sum(losses) / len(losses) if losses else None,
-            held_out_loss=evaluations[-1]["loss"] if evaluations else None,
-            held_out_accuracy=evaluations[-1]["accuracy"] if evaluations else None,
-            tokens=progress.tokens,
-            hidden_tokens=progress.hidden_tokens,
-            skipped_steps=progress.skipped_steps,
-            stray_mask_tokens=progress.stray_mask_tokens,
-            seconds=progress.seconds,
-            tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+        summary = summarise(
+            self.recipe,
+            self.text,
+            progress,
+            peak=self.peak,
             parameters=self.parameters,
-            padding=1 - progress.tokens / progress.positions if progress.positions else None,
-            sources=self._sources(evaluations),
-            corpus=self.text.description,
-            corpus_digest=self.text.digests["corpus"],
-            tokenizer_digest=self.text.digests["tokenizer"],
             choices=self.choices.as_dict(),
             hardware=hardware(self.accelerator.device, self.accelerator.num_processes),
             versions=versions(),
-            model=str(self.folder / "final") if finished else None,
         )
         if self.accelerator.is_main_process:
             if finished:
@@ -410,23 +418,6 @@ class Pretraining:
             tracker.finish()
         self.accelerator.wait_for_everyone()
         return summary
-
-    def _sources(self, evaluations: list[dict]) -> dict[str, dict]:
-        """Of a mixture: every source's share of the tokens, as asked and as trained on, and its held-out numbers."""
-        if not self.recipe.corpus.mixture:
-            return {}
-        last = evaluations[-1].get("sources", {}) if evaluations else {}
-        tokens, drawn = self.progress.tokens, self.progress.tokens_by_source
-        return {
-            source.name: {
-                "share": source.share,
-                "tokens": drawn.get(source.name, 0),
-                "share_of_tokens": drawn.get(source.name, 0) / tokens if tokens else None,
-                "held_out_loss": last.get(source.name, {}).get("loss"),
-                "held_out_accuracy": last.get(source.name, {}).get("accuracy"),
-            }
-            for source in self.text.sources
-        }
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         transformers.utils.logging.disable_progress_bar()  # one more bar beside the run's own
@@ -450,15 +441,6 @@ def _seed(*parts: int) -> int:
     """A 63-bit seed of the named numbers."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _digest(step: Step) -> str:
-    """Of the samples, tokens and masks of a step, for the log: equal digests mean equal batches."""
-    digest = hashlib.blake2b(json.dumps(step.sample_index).encode(), digest_size=8)
-    for batch in step.micro_batches:
-        for name in ("input_ids", "labels"):
-            digest.update(batch[name].numpy().tobytes())
-    return digest.hexdigest()
 
 
 def main(arguments: list[str] | None = None) -> int:
