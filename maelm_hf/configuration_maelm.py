@@ -13,12 +13,18 @@
 # limitations under the License.
 """MAE-LM configuration."""
 
+import copy
 import difflib
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.utils import auto_docstring, logging
 
 logger = logging.get_logger(__name__)
@@ -34,6 +40,45 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_maelm.MaeLmForQuestionAnswering",
     "AutoModelForMultipleChoice": "modeling_maelm.MaeLmForMultipleChoice",
 }
+
+# What a backbone's config calls our settings, where its own name differs.
+BACKBONE_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "num_hidden_layers": ("num_hidden_layers",),
+    "num_attention_heads": ("num_attention_heads",),
+    "intermediate_size": ("intermediate_size", "hidden_dim"),
+    "hidden_act": ("hidden_act", "activation", "hidden_activation"),
+    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout", "mlp_dropout"),
+    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "layer_norm_eps": ("layer_norm_eps", "norm_eps"),
+    "initializer_range": ("initializer_range",),
+    "pad_token_id": ("pad_token_id",),
+    "bos_token_id": ("bos_token_id",),
+    "eos_token_id": ("eos_token_id",),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+}
+# Settings without which nothing can be built on it.
+BACKBONE_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+# Their first position is pad_token_id + 1, as in fairseq.
+OFFSET_BACKBONES = (
+    "camembert",
+    "data2vec-text",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 @auto_docstring(checkpoint="org/mae-lm-base")
@@ -63,6 +108,9 @@ class MaeLmConfig(PreTrainedConfig):
     mask_token_id (`int`, *optional*):
         Id of [MASK], `tokenizer.mask_token_id`. `MaeLmForMaskedLM` needs it; without it the encoder takes [MASK] for a
         token like any other.
+    backbone_config (`dict` or `PreTrainedConfig`, *optional*):
+        Another encoder of transformers in the place of our own: its config. Vocabulary, sizes, activation, dropout,
+        LayerNorm epsilon and special tokens then follow it; `max_position_embeddings` counts the tokens that it takes.
 
     The defaults are the base size of Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024.
     Settings that contradict each other raise a `ValueError` that names what to change.
@@ -77,6 +125,7 @@ class MaeLmConfig(PreTrainedConfig):
     ```"""
 
     model_type = "maelm"
+    sub_configs: ClassVar[dict] = {"backbone_config": AutoConfig}
 
     vocab_size: int = 50265
     hidden_size: int = 768
@@ -102,8 +151,12 @@ class MaeLmConfig(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2
     tie_word_embeddings: bool = True
+    backbone_config: dict | PreTrainedConfig | None = None
 
     def __post_init__(self, **kwargs):
+        if self.backbone_config is not None:
+            self.backbone_config = config_of_backbone(self.backbone_config)
+            self._follow_backbone()
         if self.decoder_hidden_size is None:
             self.decoder_hidden_size = self.hidden_size
         if self.decoder_intermediate_size is None:
@@ -114,6 +167,42 @@ class MaeLmConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         self._check_settings()  # here too, so that the error is a plain ValueError
         super().__post_init__(**kwargs)
+
+    @property
+    def position_offset(self) -> int:
+        """What the backbone adds to our positions 0, 1, 2 ...; 0 without one."""
+        if self.backbone_config is None or self.backbone_config.model_type not in OFFSET_BACKBONES:
+            return 0
+        return self.backbone_config.pad_token_id + 1
+
+    @property
+    def word_embedding_size(self) -> int:
+        """Width of the word embeddings: the encoder's, but for a backbone that projects them to it (ELECTRA)."""
+        return getattr(self.backbone_config, "embedding_size", None) or self.hidden_size
+
+    def _follow_backbone(self):
+        """Sizes, arithmetic and special tokens are the backbone's; a setting that says otherwise is refused."""
+        defaults = {field.name: field.default for field in fields(self)}
+        follows = {"relative_position_buckets": 0}
+        for name, theirs in BACKBONE_NAMES.items():
+            present = [each for each in theirs if hasattr(self.backbone_config, each)]
+            if present:
+                follows[name] = getattr(self.backbone_config, present[0])
+            elif name in BACKBONE_SIZES:
+                raise ValueError(
+                    f"backbone_config of type {self.backbone_config.model_type!r} has no {name}: it is no text encoder "
+                    "that a decoder could be put on"
+                )
+        # DistilBERT has no setting for it, and BERT's value in its code.
+        follows.setdefault("layer_norm_eps", 1e-12)
+        follows["max_position_embeddings"] -= self.position_offset
+        for name, value in follows.items():
+            given = getattr(self, name)
+            if given != value and defaults[name] is not MISSING and given != defaults[name]:
+                raise ValueError(
+                    f"{name}={given} contradicts the backbone's {value}: leave it out, or change it in backbone_config"
+                )
+            setattr(self, name, value)
 
     def _warn_of_near_misses(self, unknown):
         """Configs keep keys they do not know, so a misspelt setting would pass in silence."""
@@ -184,6 +273,37 @@ class MaeLmConfig(PreTrainedConfig):
             )
         if layers:
             self._check_heads("decoder_hidden_size", "decoder_num_attention_heads")
+
+
+def config_of_backbone(config: dict | PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of an encoder's config; decoders, encoder-decoders and unknown types are refused."""
+    if isinstance(config, dict):
+        settings = dict(config)
+        model_type = settings.pop("model_type", None)
+        try:
+            config = AutoConfig.for_model(model_type, **settings)
+        except ValueError:
+            raise ValueError(
+                f"backbone_config of type {model_type!r} is none that transformers knows: use a newer transformers, "
+                "or register its classes first (AutoConfig.register, AutoModel.register)"
+            ) from None
+    else:
+        config = copy.deepcopy(config)
+    if isinstance(config, MaeLmConfig):
+        raise ValueError("backbone_config is of MAE-LM itself: load that checkpoint with from_pretrained")
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"backbone_config of type {config.model_type!r} is an encoder-decoder; MAE-LM is for encoders (BERT, "
+            "RoBERTa, DistilBERT, ELECTRA ...)"
+        )
+    name = config.model_type
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise ValueError(f"backbone_config of type {config.model_type!r} is decoder-only; MAE-LM is for encoders")
+    if getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"backbone_config of type {config.model_type!r} has is_decoder=True; MAE-LM is for encoders: set it False"
+        )
+    return config
 
 
 __all__ = ["MaeLmConfig"]

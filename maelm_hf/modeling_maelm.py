@@ -18,13 +18,24 @@ Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024 
 Indices: a `*_index` tensor of shape (batch, width) holds positions of its row, -1 where a row has fewer of them.
 """
 
+import copy
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -278,6 +289,16 @@ def same_document(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
     return mask
 
 
+def within_window(query_positions: torch.Tensor, window: int, and_also: Callable | None) -> Callable:
+    """Mask function of local attention by the tokens' own positions, which need not be 0, 1, 2 ..."""
+
+    def mask(batch_idx, head_idx, q_idx, kv_idx):
+        near = (query_positions[batch_idx, q_idx] - query_positions[batch_idx, kv_idx]).abs() <= window
+        return near if and_also is None else near & and_also(batch_idx, head_idx, q_idx, kv_idx)
+
+    return mask
+
+
 def check_attention(config: MaeLmConfig, training: bool = False, packed: bool = False) -> None:
     """Refuse what a backend would do wrongly or refuse in words that do not help."""
     implementation = config._attn_implementation or ""
@@ -309,6 +330,7 @@ def create_attention_mask(
     key_documents: torch.Tensor | None = None,
     query_documents: torch.Tensor | None = None,
     avoid_host_sync: bool = False,
+    window: tuple[torch.Tensor, int] | None = None,
 ):
     """
     The mask a backend takes, built once for all layers.
@@ -320,6 +342,8 @@ def create_attention_mask(
         key_documents, query_documents (`torch.Tensor` of shape (batch, keys) and (batch, queries)): Documents of a
             packed row; a query attends to its own.
         avoid_host_sync (`bool`): Do not look, on an accelerator, whether the mask could be left out.
+        window (`tuple` of `torch.Tensor` of shape (batch, keys) and `int`): Positions, and how far apart those of a
+            query and of a key it attends to may be.
     """
     if attended is not None:
         # A row without any key would be NaN on some kernels. Its result is never used: it may look at its first slot.
@@ -328,6 +352,8 @@ def create_attention_mask(
     and_mask = None
     if key_documents is not None:
         and_mask = same_document(key_documents if query_documents is None else query_documents, key_documents)
+    if window is not None:
+        and_mask = within_window(*window, and_mask)
     return create_bidirectional_mask(
         config=config,
         inputs_embeds=keys if queries is None else queries,
@@ -473,6 +499,9 @@ class MaeLmDecoder(nn.Module):
     def __init__(self, config: MaeLmConfig):
         super().__init__()
         size = config.decoder_hidden_size
+        # CODEPATH: word embeddings have the encoder's width, but for backbones that project them to it.
+        word_size = config.word_embedding_size
+        self.mask_projection = nn.Linear(word_size, config.hidden_size) if word_size != config.hidden_size else None
         # CODEPATH: the paper's decoders have the encoder's width and take its outputs as they are.
         self.input_projection = nn.Linear(config.hidden_size, size) if size != config.hidden_size else None
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
@@ -498,18 +527,25 @@ class MaeLmDecoder(nn.Module):
 
 
 class MaeLmLMHead(nn.Module):
-    """Linear, activation, LayerNorm, then the (tied) embedding matrix and a bias per word."""
+    """
+    Linear, activation, LayerNorm, then the (tied) embedding matrix and a bias per word.
+
+    A decoder of another width is led back to that of the word embeddings: by a linear layer after LayerNorm, or, with a
+    backbone, by the first one, as in stock models.
+    """
 
     def __init__(self, config: MaeLmConfig):
         super().__init__()
         # CODEPATH: plain MLM checkpoints have no decoder: the head reads the encoder.
         size = config.decoder_hidden_size if config.decoder_num_hidden_layers else config.hidden_size
-        self.dense = nn.Linear(size, size)
+        word_size = config.word_embedding_size
+        inner_size = size if config.backbone_config is None else word_size
+        self.dense = nn.Linear(size, inner_size)
         self.activation = ACT2FN[config.hidden_act]
-        self.layer_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.layer_norm = nn.LayerNorm(inner_size, eps=config.layer_norm_eps)
         # CODEPATH: as above, only a decoder of another width is led back.
-        self.output_projection = nn.Linear(size, config.hidden_size, bias=False) if size != config.hidden_size else None
-        self.output = nn.Linear(config.hidden_size, config.vocab_size)
+        self.output_projection = nn.Linear(inner_size, word_size, bias=False) if inner_size != word_size else None
+        self.output = nn.Linear(word_size, config.vocab_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states = self.layer_norm(self.activation(self.dense(hidden_states)))
@@ -555,7 +591,10 @@ class MaeLmPreTrainedModel(PreTrainedModel):
                 f"new_num_tokens={new_num_tokens} would cut off the mask embedding, row mask_token_id={mask_token_id}; "
                 f"keep at least {mask_token_id + 1} tokens, or move the mask token first"
             )
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        if self.config.backbone_config is not None:
+            self.config.backbone_config.vocab_size = self.base_model.backbone.config.vocab_size = self.config.vocab_size
+        return embeddings
 
 
 @auto_docstring(
@@ -563,12 +602,25 @@ class MaeLmPreTrainedModel(PreTrainedModel):
     The MAE-LM encoder. [MASK] never enters it: at a [MASK] id the embedding is zero, no token attends to the position,
     and its row is zero in every hidden state. (With `config.encoder_mask_fraction` that share of [MASK] enters; with
     `inputs_embeds` nothing is dropped.)
+
+    With `config.backbone_config` the encoder is `backbone`, a stock model of transformers, to which the same applies.
+    Its pooler, which no pretraining trains, is kept as it is, without gradient.
     """
 )
 class MaeLmModel(MaeLmPreTrainedModel):
     def __init__(self, config: MaeLmConfig):
         check_attention(config)
+        if config.backbone_config is not None:
+            self._can_record_outputs = {}  # the backbone records its own
         super().__init__(config)
+        self.gradient_checkpointing = False
+        # CODEPATH: another encoder in the place of our own.
+        self.backbone = build_backbone(config) if config.backbone_config is not None else None
+        if self.backbone is not None:
+            self.post_init()
+            if self.device.type != "meta":  # as when loading: what is saved was checked
+                check_backbone(self)
+            return
         self.embeddings = MaeLmEmbeddings(config)
         # CODEPATH: the paper's models have the bias; those that export to stock BERT have none.
         self.relative_position_bias = MaeLmRelativePositionBias(config) if config.relative_position_buckets else None
@@ -583,14 +635,28 @@ class MaeLmModel(MaeLmPreTrainedModel):
             )
             for _ in range(config.num_hidden_layers)
         )
-        self.gradient_checkpointing = False
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings.word_embeddings
+        return self.embeddings.word_embeddings if self.backbone is None else self.backbone.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Embedding):
-        self.embeddings.word_embeddings = value
+        if self.backbone is None:
+            self.embeddings.word_embeddings = value
+        else:
+            self.backbone.set_input_embeddings(value)
+
+    def name_of_word_embeddings(self) -> str:
+        words = self.get_input_embeddings().weight
+        return next(name for name, parameter in self.named_parameters() if parameter is words)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
+        """A backbone is saved as what it is, a stock model: `AutoModel` loads it with transformers alone."""
+        if self.backbone is None:
+            return super().save_pretrained(save_directory, **kwargs)
+        if (state_dict := kwargs.pop("state_dict", None)) is not None:
+            kwargs["state_dict"] = {name.removeprefix("backbone."): value for name, value in state_dict.items()}
+        return self.backbone.save_pretrained(save_directory, **kwargs)
 
     def dropped_masks(self, input_ids, attention_mask, position_ids, document_ids) -> torch.Tensor | None:
         """Which [MASK] tokens the encoder does not see, (batch, length) bool; `None` where it sees them all."""
@@ -616,13 +682,18 @@ class MaeLmModel(MaeLmPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         document_ids: torch.LongTensor | None = None,
         avoid_host_sync: bool = False,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         r"""
+        position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Positions, where they are not 0, 1, 2 ...; from 0 for every backbone (RoBERTa's offset is added inside).
         document_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Which document of a packed row each token belongs to (0, 1, 2 ...): tokens attend within theirs.
         avoid_host_sync (`bool`, *optional*, defaults to `False`):
             Do not look, on an accelerator, whether the attention mask could be left out.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Segments, for a backbone that has them; our own encoder has none, and ignores what tokenizers give.
         """
         attention_mask, position_ids = check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
@@ -632,12 +703,17 @@ class MaeLmModel(MaeLmPreTrainedModel):
         dropped = None
         if inputs_embeds is None:
             dropped = self.dropped_masks(input_ids, attention_mask, position_ids, document_ids)
-            inputs_embeds = self.embeddings.word_embeddings(input_ids)
-        hidden_states = self.embeddings(inputs_embeds, position_ids)  # (batch, length, size)
+            inputs_embeds = self.get_input_embeddings()(input_ids)
         attended = attention_mask
         if dropped is not None:
-            hidden_states = hidden_states.masked_fill(dropped[..., None], 0.0)
             attended = ~dropped if attention_mask is None else attention_mask & ~dropped
+        if self.backbone is not None:
+            return self.run_backbone(
+                inputs_embeds, position_ids, token_type_ids, attended, dropped, document_ids, avoid_host_sync, **kwargs
+            )
+        hidden_states = self.embeddings(inputs_embeds, position_ids)  # (batch, length, size)
+        if dropped is not None:
+            hidden_states = hidden_states.masked_fill(dropped[..., None], 0.0)
 
         mask = create_attention_mask(
             self.config, hidden_states, attended, key_documents=document_ids, avoid_host_sync=avoid_host_sync
@@ -649,6 +725,101 @@ class MaeLmModel(MaeLmPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=mask, position_bias=bias, dropped=dropped, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def run_backbone(
+        self, embeds, position_ids, token_type_ids, attended, dropped, documents, avoid_host_sync, **kwargs
+    ) -> BaseModelOutput:
+        """The stock encoder over word embeddings (batch, length, word size), each at its own position."""
+        if dropped is not None:
+            embeds = embeds.masked_fill(dropped[..., None], 0.0)  # no key anyway, but 0 x NaN would be NaN
+        settings = self.backbone.config
+        for name in ("output_hidden_states", "output_attentions"):
+            kwargs.setdefault(name, getattr(self.config, name, False))
+        if token_type_ids is not None and getattr(settings, "type_vocab_size", 0) > 1:
+            kwargs["token_type_ids"] = token_type_ids
+        mask = attended
+        if self.backbone._supports_attention_backend:  # then it takes a mask made for its backend as it is
+            mask_of = partial(
+                create_attention_mask,
+                settings,
+                embeds,
+                attended,
+                key_documents=documents,
+                avoid_host_sync=avoid_host_sync,
+            )
+            mask = mask_of()
+            if "sliding_attention" in (getattr(settings, "layer_types", None) or ()):
+                positions = position_ids.expand(embeds.shape[:2])
+                local = mask_of(window=(positions, settings.sliding_window))
+                mask = {"full_attention": mask, "sliding_attention": local}
+        elif documents is not None:
+            raise ValueError(
+                f"document_ids: {type(self.backbone).__name__} takes no mask between tokens, so packed documents would "
+                "see each other; give one document a row"
+            )
+        outputs = self.backbone(
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            position_ids=(position_ids + self.config.position_offset).expand(embeds.shape[:2]),
+            **kwargs,
+        )
+        states, layers = outputs.last_hidden_state, outputs.hidden_states
+        if dropped is not None:
+            states = states.masked_fill(dropped[..., None], 0.0)
+            layers = layers and tuple(layer.masked_fill(dropped[..., None], 0.0) for layer in layers)
+        return BaseModelOutput(last_hidden_state=states, hidden_states=layers, attentions=outputs.attentions)
+
+
+def build_backbone(config: MaeLmConfig) -> PreTrainedModel:
+    """A stock encoder with new weights. Its pooler takes no part in what follows, so it gets no gradient."""
+    backbone = AutoModel.from_config(config.backbone_config, dtype=torch.get_default_dtype())
+    implementation = config._attn_implementation
+    if backbone.config._attn_implementation != implementation and implementation != "sdpa":  # sdpa is a default
+        backbone.set_attn_implementation(implementation)
+    pooler = getattr(backbone, "pooler", None)
+    if pooler is not None:
+        pooler.requires_grad_(False)
+    return backbone
+
+
+@torch.no_grad()
+def check_backbone(encoder: MaeLmModel) -> None:
+    """
+    Refuse a backbone that does not follow `position_ids`: it would learn on the positions of what is left of a text.
+
+    One sequence of the greatest length, once as usual and once in another order, each token with its position: every
+    token must come out the same.
+    """
+    backbone, config = encoder.backbone, encoder.config
+    if next(backbone.parameters()).dtype != torch.float32:  # 16 bits round more than the order of additions does
+        encoder = copy.deepcopy(encoder).float()
+        backbone = encoder.backbone
+    training = backbone.training
+    backbone.eval()
+    length, name = config.max_position_embeddings, type(backbone).__name__
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+    apart = [token for token in (config.pad_token_id, config.mask_token_id) if token is not None]
+    other = next(token for token in range(len(apart) + 1) if token not in apart)
+    ids = torch.where(torch.isin(ids, torch.tensor(apart, dtype=torch.long)), other, ids).to(encoder.device)
+    order = torch.randperm(length, generator=generator).to(ids.device)
+    words = encoder.get_input_embeddings()(ids)
+
+    expected = backbone(input_ids=ids).last_hidden_state
+    tolerance = 5e-5 * max(1.0, expected.abs().max().item())
+    shuffled = encoder(inputs_embeds=words[:, order], position_ids=order[None]).last_hidden_state
+    difference = (shuffled - expected[:, order]).abs().max().item()
+    if difference > tolerance:
+        changed = words.clone()
+        changed[:, -1] = words[:, 0] + 1.0
+        first = [encoder(inputs_embeds=each).last_hidden_state[:, 0] for each in (words, changed)]
+        if torch.equal(*first):
+            raise ValueError(f"{name} is decoder-only: its first token does not see the last; MAE-LM is for encoders")
+        raise ValueError(
+            f"{name} does not follow position_ids: asked for {length} tokens in another order, its outputs differ by "
+            f"{difference:.2g}; with tokens left out it would learn on wrong positions, so it cannot be a backbone"
+        )
+    backbone.train(training)
 
 
 def check_inputs(config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids):
@@ -715,6 +886,7 @@ class MaeLmTokens:
     attended: torch.Tensor | None  # (batch, length) bool
     positions: torch.Tensor  # (batch or 1, length)
     documents: torch.Tensor | None  # (batch, length)
+    segments: torch.Tensor | None  # (batch, length)
     shape: tuple[int, int]  # (batch, length)
     kept_index: torch.Tensor | None = None  # (batch, kept); None: every token, in place
     hidden_index: torch.Tensor | None = None  # (batch, hidden); None: no token is hidden
@@ -762,7 +934,99 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         # CODEPATH: plain MLM checkpoints have no decoder.
         self.decoder = MaeLmDecoder(config) if config.decoder_num_hidden_layers else None
         self.lm_head = MaeLmLMHead(config)
+        if self.encoder.backbone is not None:
+            self._tied_weights_keys = {"lm_head.output.weight": f"encoder.{self.encoder.name_of_word_embeddings()}"}
         self.post_init()
+
+    @classmethod
+    def from_encoder(
+        cls,
+        encoder: str | os.PathLike | PreTrainedModel,
+        decoder_num_hidden_layers: int = 2,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mask_token_id: int | None = None,
+        add_mask_token: bool = False,
+        trust_remote_code: bool = False,
+        **settings,
+    ) -> "MaeLmForMaskedLM":
+        """
+        MAE-LM on an encoder that exists already, for continued pretraining.
+
+        The encoder keeps its weights and the mask embedding is its [MASK] row. The head starts from the encoder's own
+        for masked language modeling, where the checkpoint has one and the decoder its width. The decoder is new.
+        `decoder_num_hidden_layers=0, encoder_mask_fraction=1` is the stock masked language model, in the same class.
+
+        Args:
+            encoder: Folder or Hub name of a checkpoint with safetensors, or a model of transformers.
+            decoder_num_hidden_layers: Layers of the new decoder.
+            tokenizer: Of the encoder; by default the one beside it. Its mask token is the model's.
+            mask_token_id: In the place of a tokenizer.
+            add_mask_token: Give `tokenizer` a token [MASK], and the model a row for it, where there is none.
+            trust_remote_code: Run the checkpoint's own code, should it bring some. A model saved on such an encoder
+                loads where its classes are registered.
+            **settings: Others of [`MaeLmConfig`], but for those that follow the encoder.
+
+        Returns:
+            The model in float32 and in eval mode, as `from_pretrained`.
+
+        Raises:
+            ValueError: It is no encoder, does not follow `position_ids`, brings code without consent, has no mask
+                token, or sizes do not match.
+        """
+        named = not isinstance(encoder, PreTrainedModel)
+        stock_config = load_encoder_config(encoder, trust_remote_code) if named else encoder.config
+        if named and tokenizer is None and mask_token_id is None:
+            tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=trust_remote_code)
+        if mask_token_id is None:
+            mask_token_id = find_mask_token(tokenizer, add_mask_token)
+        rows = max(mask_token_id + 1, 0 if tokenizer is None else len(tokenizer))
+        grown = rows > stock_config.vocab_size
+        if grown and not add_mask_token:
+            raise ValueError(
+                f"the tokenizer has {rows} tokens, the encoder's vocabulary vocab_size={stock_config.vocab_size}: it "
+                "is not this encoder's; for tokens added since, pass add_mask_token=True, which adds rows for them"
+            )
+        settings |= {"decoder_num_hidden_layers": decoder_num_hidden_layers}
+        config = MaeLmConfig(backbone_config=stock_config, mask_token_id=None if grown else mask_token_id, **settings)
+        config.mask_token_id = mask_token_id
+
+        stock, masked_lm = load_encoder(encoder, stock_config, trust_remote_code) if named else split_model(encoder)
+        model = cls(config)
+        wrong = model.encoder.backbone.load_state_dict(stock.state_dict(), strict=False).unexpected_keys
+        if wrong:
+            raise ValueError(f"{type(stock).__name__} has weights that its config does not name: {', '.join(wrong)}")
+        check_backbone(model.encoder)
+        model.start_from(stock, masked_lm)
+        if grown:
+            model.resize_token_embeddings(rows)
+        return model.eval()
+
+    @torch.no_grad()
+    def start_from(self, stock: PreTrainedModel, masked_lm: PreTrainedModel | None) -> None:
+        """The head's weights are those of a stock masked language model, the mask projection's the encoder's."""
+        projection = getattr(stock, "embeddings_project", None)
+        if projection is not None and self.decoder is not None and self.decoder.mask_projection is not None:
+            self.decoder.mask_projection.load_state_dict(projection.state_dict())
+        modules = {} if masked_lm is None else dict(masked_lm.named_modules())
+        names = next((names for names in STOCK_HEADS if names[0] in modules), None)
+        if names is None:
+            logger.warning(f"{type(stock).__name__} comes without a head for masked tokens: the head is new")
+            return
+        for ours, name in zip((self.lm_head.dense, self.lm_head.layer_norm), names, strict=True):
+            theirs = modules[name].weight
+            if theirs.shape != ours.weight.shape:
+                logger.warning(
+                    f"the head of {type(masked_lm).__name__} takes {tuple(theirs.shape)}, the decoder of another width "
+                    f"{tuple(ours.weight.shape)}: that part of the head is new"
+                )
+                continue
+            ours.load_state_dict({"bias": torch.zeros_like(ours.bias)} | modules[name].state_dict())
+        output = masked_lm.get_output_embeddings()
+        if output.bias is not None:
+            self.lm_head.output.bias.copy_(output.bias)
+        if not self.config.tie_word_embeddings:
+            self.lm_head.output.weight.copy_(output.weight)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head.output
@@ -784,6 +1048,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         document_ids: torch.LongTensor | None = None,
         sparse_logits: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaeLmMaskedLMOutput:
         r"""
@@ -803,13 +1068,17 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             Whether to return the logits of labelled tokens alone; by default in training with labels.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*):
             What the summed loss is divided by: the labelled tokens of all micro-batches and processes of a step.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Segments, for a backbone that has them.
         """
         attention_mask, position_ids = check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
         )
         shape = tuple((input_ids if input_ids is not None else inputs_embeds).shape[:2])
         sparse = labels is not None and (self.training if sparse_logits is None else sparse_logits)
-        tokens = MaeLmTokens(input_ids, inputs_embeds, attention_mask, position_ids, document_ids, shape)
+        tokens = MaeLmTokens(
+            input_ids, inputs_embeds, attention_mask, position_ids, document_ids, token_type_ids, shape
+        )
         indexed = kept_index is not None and hidden_index is not None
 
         tokens = self.split(tokens, kept_index, hidden_index, labels if sparse else None)
@@ -882,6 +1151,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             position_ids=tokens.take(tokens.positions, index),
             document_ids=tokens.take(tokens.documents, index),
             avoid_host_sync=avoid_host_sync,
+            token_type_ids=tokens.take(tokens.segments, index),
             **kwargs,
         )
 
@@ -889,7 +1159,10 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         """Encoder outputs, then the mask embedding once for each hidden token: (batch, kept + hidden, size)."""
         if tokens.hidden_index is None:
             return encoded
-        mask_embedding = tokens.mask_embedding.to(encoded.dtype)
+        mask_embedding = tokens.mask_embedding
+        if self.decoder.mask_projection is not None:
+            mask_embedding = self.decoder.mask_projection(mask_embedding)
+        mask_embedding = mask_embedding.to(encoded.dtype)
         return torch.cat([encoded, mask_embedding.expand(*tokens.hidden_index.shape, -1)], dim=1)
 
     def decode(self, tokens: MaeLmTokens, joined: torch.Tensor, avoid_host_sync: bool) -> torch.Tensor:
@@ -938,6 +1211,63 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         logits = self.lm_head(states)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return logits, loss
+
+
+# Linear layer and LayerNorm of the heads of stock masked language models.
+STOCK_HEADS = (
+    ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),  # BERT
+    ("lm_head.dense", "lm_head.layer_norm"),  # RoBERTa, XLM-RoBERTa, CamemBERT
+    ("vocab_transform", "vocab_layer_norm"),  # DistilBERT
+    ("generator_predictions.dense", "generator_predictions.LayerNorm"),  # ELECTRA
+    ("head.dense", "head.norm"),  # ModernBERT
+    ("predictions.dense", "predictions.LayerNorm"),  # ALBERT
+)
+
+
+def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} brings code of its own, which runs with your rights: read it, then pass trust_remote_code=True"
+        ) from None
+
+
+def load_encoder(
+    name: str | os.PathLike, config: PreTrainedConfig, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The encoder of a checkpoint, and the model that saved it, where that predicts masked tokens."""
+    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    stock, loaded = AutoModel.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(key for key in loaded["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise ValueError(f"{name} lacks weights of {type(stock).__name__}: {', '.join(missing[:3])} ...")
+    saved_by = (getattr(config, "architectures", None) or [""])[0]
+    if not saved_by.endswith("ForMaskedLM") and saved_by != "BertForPreTraining":
+        return stock, None
+    masked_lm, loaded = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True, **options)
+    return stock, None if loaded["missing_keys"] else masked_lm
+
+
+def split_model(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The encoder of a model, and the model, where that predicts masked tokens."""
+    return model.base_model, model if type(model).__name__.endswith(("ForMaskedLM", "BertForPreTraining")) else None
+
+
+def find_mask_token(tokenizer: PreTrainedTokenizerBase | None, add: bool) -> int:
+    """Id of [MASK], added where it is asked for."""
+    if tokenizer is None:
+        raise ValueError("a model object knows no mask token: pass its tokenizer=, or mask_token_id=")
+    if tokenizer.mask_token_id is None:
+        if not add:
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no mask token: pass tokenizer= and add_mask_token=True, which adds "
+                "[MASK] to it and a row to the embeddings"
+            )
+        tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    return tokenizer.mask_token_id
 
 
 class MaeLmSequenceClassifier(nn.Module):
@@ -1143,6 +1473,7 @@ class MaeLmForMultipleChoice(MaeLmPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         r"""
@@ -1158,13 +1489,19 @@ class MaeLmForMultipleChoice(MaeLmPreTrainedModel):
             The right choice.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*):
             What the summed loss is divided by: the examples of all micro-batches and processes of a step.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            Segments, for a backbone that has them.
         """
         num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         input_ids, attention_mask, position_ids, inputs_embeds = (
             None if tensor is None else tensor.flatten(0, 1)
             for tensor in (input_ids, attention_mask, position_ids, inputs_embeds)
         )
-        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        if token_type_ids is not None:
+            token_type_ids = token_type_ids.flatten(0, 1)
+        outputs = self.encoder(
+            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids=token_type_ids, **kwargs
+        )
         pooled = first_token(outputs.last_hidden_state, attention_mask)  # (batch x choices, size)
         logits = self.multiple_choice(self.dropout(pooled)).view(-1, num_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
