@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,6 +76,24 @@ def _matmul_seconds(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> fl
         matrix @ matrix
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def measure_peak(device: torch.device, precision: str) -> Choice:
+    """Operations a second of square matrix products in the run's precision: what its speed is compared with."""
+    dtype, size = AUTOCAST.get(precision, torch.float32), 8192 if device.type == "cuda" else 1024
+    peak = _matmul_rate(device, dtype, size, torch.get_num_threads())
+    return Choice(peak, f"{peak / 1e12:.3g} TFLOP/s, measured on {size} x {size} matrices in {precision}")
+
+
+@cache
+def _matmul_rate(device: torch.device, dtype: torch.dtype, size: int, threads: int, repeats: int = 5) -> float:
+    """The best of a few; ``threads`` are part of the key of the cache."""
+    matrix, best = torch.ones(size, size, dtype=dtype, device=device), float("inf")
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def choose_micro_batch(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Choice:

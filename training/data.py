@@ -9,6 +9,8 @@ the batches.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -129,6 +131,7 @@ class Step:
         tokens_by_source: of a mixture, the real tokens of the global batch from every source; else empty.
         micro_batches: the collator's output for this process, one forward pass each.
         hidden_tokens, tokens, positions: tokens to predict, real tokens, and these with padding, of this process.
+        rows: of this process.
         stray_mask_tokens: [MASK] ids in its text, for which the collator put the unknown token.
     """
 
@@ -139,8 +142,17 @@ class Step:
     hidden_tokens: int
     tokens: int
     positions: int
+    rows: int
     stray_mask_tokens: int
     tokens_by_source: tuple[int, ...] = ()
+
+    def digest(self) -> str:
+        """Of samples, tokens and masks: equal digests mean equal batches."""
+        digest = hashlib.blake2b(json.dumps(self.sample_index).encode(), digest_size=8)
+        for batch in self.micro_batches:
+            for name in ("input_ids", "labels"):
+                digest.update(batch[name].numpy().tobytes())
+        return digest.hexdigest()
 
     def pin_memory(self) -> Step:
         pinned = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.micro_batches]
@@ -160,6 +172,7 @@ def collate_step(
         hidden_tokens=sum(int((batch["labels"] != -100).sum()) for batch in micro_batches),
         tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
         positions=sum(batch["input_ids"].numel() for batch in micro_batches),
+        rows=sum(len(batch["input_ids"]) for batch in micro_batches),
         stray_mask_tokens=sum(
             int(np.count_nonzero(np.asarray(feature["input_ids"]) == collator.tokenizer.mask_token_id))
             for micro_batch in features

@@ -76,11 +76,15 @@ def _sums(
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with autocast():
             output = model(**batch, sparse_logits=True, num_items_in_batch=1)
-        targets = batch["labels"].gather(1, batch["hidden_index"].clamp(min=0))
-        targets = targets.masked_fill(batch["hidden_index"] < 0, -100).flatten()
-        if len(targets) != len(output.logits):  # on a CPU the model predicts no unused slots
-            targets = targets[targets != -100]
-        right = (output.logits.argmax(-1) == targets).sum()
         losses.append(output.loss.float())
-        counts.append(torch.stack([right, (targets != -100).sum()]))
+        counts.append(torch.stack([right_answers(output.logits, batch), (batch["labels"] != -100).sum()]))
     return [sum(torch.stack(losses).tolist()), *torch.stack(counts).sum(0).tolist()]
+
+
+def right_answers(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """How many hidden tokens have the largest of their logits (hidden tokens or slots for them, vocabulary)."""
+    targets = batch["labels"].gather(1, batch["hidden_index"].clamp(min=0))
+    targets = targets.masked_fill(batch["hidden_index"] < 0, -100).flatten()
+    if len(targets) != len(logits):  # on a CPU the model predicts no unused slots
+        targets = targets[targets != -100]
+    return (logits.argmax(-1) == targets).sum()

@@ -19,6 +19,7 @@ import torch
 
 from .checkpoint import WRITE_ERRORS, CheckpointError, reason
 from .recipe import Recipe, RecipeError
+from .text import Text
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Progress:
     stray_mask_tokens: int = 0  # [MASK] ids in the text trained on
     seconds: float = 0.0  # in training steps
     positions: int = 0  # tokens and padding
+    flops: float = 0.0  # of forward and backward passes
     tokens_by_source: dict[str, int] = field(default_factory=dict)  # of a mixture
 
 
@@ -42,6 +44,8 @@ class Summary:
 
     ``finished`` is False where SIGTERM stopped it (the same command continues). ``tokens`` are real tokens trained on,
     special tokens included, ``seconds`` the time in training steps; losses are in nats a hidden token.
+    ``share_of_peak`` are the operations of forward and backward passes (:mod:`training.flops`) in that time, over those
+    that matrix products alone reach in the run's precision (``choices["matmul_peak"]``, on every process).
     ``padding`` is the share of all positions computed that held none of them. ``stray_mask_tokens`` are [MASK] ids in
     that text, for which the unknown token was put. ``sources`` of a mixture: each one's ``share`` of the tokens as
     asked, its ``tokens`` and their share, and its held-out loss and accuracy. ``hardware`` is that of the process that
@@ -60,6 +64,7 @@ class Summary:
     stray_mask_tokens: int
     seconds: float
     tokens_per_second: float
+    share_of_peak: float | None
     padding: float | None
     parameters: int
     sources: dict[str, dict]
@@ -70,6 +75,56 @@ class Summary:
     hardware: str
     versions: dict[str, str]
     model: str | None  # the folder that AutoModel loads
+
+
+def summarise(recipe: Recipe, text: Text, progress: Progress, peak: float, **facts: Any) -> Summary:
+    """The summary of a run as it stands; its losses are read from the logs in its folder.
+
+    Args:
+        peak: operations a second of matrix products, on all processes.
+        facts: the fields of the summary that only the run itself knows.
+    """
+    folder, finished = Path(recipe.output_dir), progress.step >= recipe.max_steps
+    losses = [row["loss"] for row in read_log(folder / "log.jsonl")[-50:]]
+    evaluations = read_log(folder / "evaluations.jsonl")
+    last = evaluations[-1] if evaluations else {}
+    return Summary(
+        finished=finished,
+        steps=progress.step,
+        epochs=progress.epoch + 1,
+        training_loss=sum(losses) / len(losses) if losses else None,
+        held_out_loss=last.get("loss"),
+        held_out_accuracy=last.get("accuracy"),
+        tokens=progress.tokens,
+        hidden_tokens=progress.hidden_tokens,
+        skipped_steps=progress.skipped_steps,
+        stray_mask_tokens=progress.stray_mask_tokens,
+        seconds=progress.seconds,
+        tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+        share_of_peak=progress.flops / progress.seconds / peak if progress.seconds else None,
+        padding=1 - progress.tokens / progress.positions if progress.positions else None,
+        sources=_sources(text, progress, last.get("sources", {})) if recipe.corpus.mixture else {},
+        corpus=text.description,
+        corpus_digest=text.digests["corpus"],
+        tokenizer_digest=text.digests["tokenizer"],
+        model=str(folder / "final") if finished else None,
+        **facts,
+    )
+
+
+def _sources(text: Text, progress: Progress, evaluated: dict[str, dict]) -> dict[str, dict]:
+    """Of every source: its share of the tokens, as asked and as trained on, and its held-out numbers."""
+    drawn = progress.tokens_by_source
+    return {
+        source.name: {
+            "share": source.share,
+            "tokens": drawn.get(source.name, 0),
+            "share_of_tokens": drawn.get(source.name, 0) / progress.tokens if progress.tokens else None,
+            "held_out_loss": evaluated.get(source.name, {}).get("loss"),
+            "held_out_accuracy": evaluated.get(source.name, {}).get("accuracy"),
+        }
+        for source in text.sources
+    }
 
 
 def hardware(device: torch.device, processes: int) -> str:

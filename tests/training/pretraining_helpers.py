@@ -94,7 +94,8 @@ def start(recipe: dict[str, Any], *, before: str = "", launcher: tuple[str, ...]
 def log_of(run: Path) -> list[dict[str, Any]]:
     """The log without the times, which differ from run to run."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    timed = {"tokens_per_second", "share_of_peak"}
+    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import signal
+import struct
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM
 from maelm_hf.probing import RankReport
 from training import checkpoint, pretrain
 from training.data import BatchOrder, Cursor, StepDataset, evaluation_step
+from training.flops import Row, forward_flops
 from training.monitoring import tracker_of
 from training.optimizers import build_optimizers, learning_rate_factor, load_optimizer_tensors, optimizer_tensors
 from training.pretrain import main, run
@@ -199,11 +201,12 @@ class TestOptimizers:
 
 
 class TestRun:
-    def test_against_a_plain_loop(self, folder):
+    def test_against_a_plain_loop(self, folder, monkeypatch):
         """The same weights as mean loss over hidden tokens, clipping, AdamW: one forward a step, no Accelerate."""
         no_dropout = {"model__hidden_dropout_prob": 0.0, "model__attention_probs_dropout_prob": 0.0}
         values = tiny_recipe(folder, "accumulated", max_steps=6, optimizer__name="adamw", **no_dropout)
         recipe = recipe_from_dict(values)
+        monkeypatch.setattr(pretrain, "_ACCURACY_EVERY", 3)
         run(recipe)
 
         text = prepare_text(recipe, say=lambda _: None)
@@ -219,17 +222,18 @@ class TestRun:
             eps=1e-6,
         )
         order = BatchOrder(recipe, text.training.lengths)
-        losses = []
+        losses, accuracies = [], []
         for number, (_, _, batch_rows) in enumerate(order.batches(Cursor()), start=1):
             indices = np.concatenate(batch_rows)
             rows = text.training.input_ids(indices)
             batch = collator(
                 [{"input_ids": row, "sample_index": index} for row, index in zip(rows, indices.tolist(), strict=True)]
             )
-            loss = model(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
-            ).loss
+            names = ("input_ids", "attention_mask", "labels")
+            loss, logits = model(**{name: batch[name] for name in names}, return_dict=False)[:2]
             loss.backward()
+            answers = batch["labels"][batch["labels"] != -100]
+            accuracies.append((logits.argmax(-1) == answers).float().mean().item())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
             for group in optimizer.param_groups:
                 group["lr"] = 0.002 * (number / 4 if number <= 4 else (7 - number) / 3)
@@ -238,7 +242,10 @@ class TestRun:
             losses.append(loss.item())
             if number == 6:
                 break
-        assert [row["loss"] for row in log_of(folder / "accumulated")] == pytest.approx(losses, rel=1e-5)
+        rows = log_of(folder / "accumulated")
+        assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+        expected = [accuracy if number % 3 == 0 else None for number, accuracy in enumerate(accuracies, start=1)]
+        assert [row["accuracy"] for row in rows] == [pytest.approx(accuracy) for accuracy in expected]
         trained = weights_of(folder / "accumulated")
         for name, parameter in model.state_dict().items():
             if name in trained:
@@ -416,6 +423,43 @@ class TestWatching:
         last = [values for step, values in Recorder.logged if step == 12]
         assert any("held_out/accuracy" in values for values in last)
         assert any(name.startswith("rank/") for values in last for name in values)
+
+    def test_tensorboard_gets_the_numbers(self, folder):
+        """Read back from its file, as https://www.tensorflow.org/tutorials/load_data/tfrecord lays it out."""
+        event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs tensorboardX")
+        run(recipe_from_dict(tiny_recipe(folder, "tensorboard", max_steps=24, tracker="tensorboard")))
+        scalars: dict[str, dict[int, float]] = {}
+        for path in (folder / "tensorboard" / "maelm").rglob("events.out.tfevents.*"):
+            data = path.read_bytes()
+            while data:
+                (length,) = struct.unpack("<Q", data[:8])
+                event = event_pb2.Event.FromString(data[12 : 12 + length])
+                data = data[16 + length :]
+                for value in event.summary.value:
+                    scalars.setdefault(value.tag, {})[event.step] = value.simple_value
+        rows = [json.loads(line) for line in (folder / "tensorboard" / "log.jsonl").read_text().splitlines()]
+        for name in ("loss", "learning_rate", "grad_norm", "tokens", "padding", "tokens_per_second", "share_of_peak"):
+            logged = {row["step"]: pytest.approx(row[name], rel=1e-6) for row in rows}  # fp32
+            assert scalars[f"train/{name}"] == logged, name
+        assert list(scalars["train/accuracy"]) == [20]
+        assert list(scalars["held_out/accuracy"]) == list(scalars["held_out/loss"]) == [12, 24]
+
+    def test_share_of_peak_is_the_models_operations_over_those_of_matrix_products(self, folder, finished):
+        recipe, summary = finished
+        text = prepare_text(recipe, say=lambda _: None)
+        config = AutoModel.from_pretrained(summary.model).config
+        peak, seconds, total = summary.choices["matmul_peak"]["value"], 0.0, 0.0
+        rows = [json.loads(line) for line in (pretrain.Path(recipe.output_dir) / "log.jsonl").read_text().splitlines()]
+        batches = BatchOrder(recipe, text.training.lengths).batches(Cursor())
+        for row, (_, _, batch) in zip(rows, batches, strict=False):
+            mean_row = Row(row["tokens"] / len(batch), row["hidden_tokens"] / len(batch))
+            operations = len(batch) * forward_flops(config, mean_row).training
+            took = row["tokens"] / row["tokens_per_second"]
+            assert row["share_of_peak"] == pytest.approx(operations / took / peak)
+            seconds, total = seconds + took, total + operations
+        assert summary.share_of_peak == pytest.approx(total / seconds / peak)
+        assert 0 < summary.share_of_peak < 1
+        assert "TFLOP/s, measured on 1024 x 1024 matrices in fp32" in summary.choices["matmul_peak"]["reason"]
 
     def test_a_tracker_that_is_not_installed(self, folder, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
