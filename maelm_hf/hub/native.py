@@ -109,18 +109,18 @@ def export_native(
     Args:
         model_or_dir: A model of this package, a folder that `save_pretrained` wrote, or a Hub name.
         out_dir: The folder to write; an earlier export in it is replaced.
-        to: The stock architecture; "bert" is the only one that the encoder equals.
+        to: The stock architecture; "bert" is the only one that our encoder equals. With `config.backbone_config` it is
+            the backbone's own, and the encoder alone is written, as `model.encoder.save_pretrained` does.
         tokenizer: To write beside a model; a folder's own is copied.
 
     Returns:
         `out_dir`.
 
     Raises:
-        ValueError: The encoder has a relative-position bias, the head has no equal in BERT, or `to` is not "bert".
+        ValueError: The encoder has a relative-position bias, the head has no equal in BERT, or `to` is another
+            architecture than the encoder's.
         FileExistsError: `out_dir` holds a model that is not an export.
     """
-    if to != "bert":
-        raise ValueError(f"to={to!r}: the encoder can be written as 'bert' only")
     source = None
     if isinstance(model_or_dir, (str, Path)):
         source = local_folder(model_or_dir)
@@ -131,9 +131,13 @@ def export_native(
         raise TypeError(
             f"model_or_dir is a {type(model_or_dir).__name__}: give a maelm_hf model, its folder or a Hub name"
         )
-    stock = to_bert(model)
+    backbone = model.base_model.backbone
+    written = "bert" if backbone is None else backbone.config.model_type
+    if to != written:
+        raise ValueError(f"to={to!r}: the encoder can be written as {written!r} only")
+    stock = to_bert(model) if backbone is None else backbone
     out_dir = Path(out_dir)
-    if (out_dir / CONFIG_FILE).exists() and read_config(out_dir).get("model_type") != "bert":
+    if (out_dir / CONFIG_FILE).exists() and read_config(out_dir).get("model_type") != written:
         raise FileExistsError(f"{out_dir} holds another model, which an export would overwrite; choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     stock.save_pretrained(out_dir)
