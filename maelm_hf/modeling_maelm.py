@@ -499,8 +499,8 @@ class MaeLmDecoder(nn.Module):
     def __init__(self, config: MaeLmConfig):
         super().__init__()
         size = config.decoder_hidden_size
-        # CODEPATH: word embeddings have the encoder's width, but for backbones that project them to it.
         word_size = config.word_embedding_size
+        # CODEPATH: word embeddings have the encoder's width, but for backbones that project them to it (ELECTRA).
         self.mask_projection = nn.Linear(word_size, config.hidden_size) if word_size != config.hidden_size else None
         # CODEPATH: the paper's decoders have the encoder's width and take its outputs as they are.
         self.input_projection = nn.Linear(config.hidden_size, size) if size != config.hidden_size else None
@@ -539,6 +539,7 @@ class MaeLmLMHead(nn.Module):
         # CODEPATH: plain MLM checkpoints have no decoder: the head reads the encoder.
         size = config.decoder_hidden_size if config.decoder_num_hidden_layers else config.hidden_size
         word_size = config.word_embedding_size
+        # CODEPATH: stock encoders (BERT, ELECTRA ...) lead back by the first layer.
         inner_size = size if config.backbone_config is None else word_size
         self.dense = nn.Linear(size, inner_size)
         self.activation = ACT2FN[config.hidden_act]
@@ -592,7 +593,7 @@ class MaeLmPreTrainedModel(PreTrainedModel):
                 f"keep at least {mask_token_id + 1} tokens, or move the mask token first"
             )
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        if self.config.backbone_config is not None:
+        if self.config.backbone_config is not None:  # CODEPATH: stock encoders keep a config of their own.
             self.config.backbone_config.vocab_size = self.base_model.backbone.config.vocab_size = self.config.vocab_size
         return embeddings
 
@@ -610,8 +611,8 @@ class MaeLmPreTrainedModel(PreTrainedModel):
 class MaeLmModel(MaeLmPreTrainedModel):
     def __init__(self, config: MaeLmConfig):
         check_attention(config)
-        if config.backbone_config is not None:
-            self._can_record_outputs = {}  # the backbone records its own
+        if config.backbone_config is not None:  # CODEPATH: stock encoders record their outputs themselves.
+            self._can_record_outputs = {}
         super().__init__(config)
         self.gradient_checkpointing = False
         # CODEPATH: another encoder in the place of our own.
@@ -773,9 +774,9 @@ class MaeLmModel(MaeLmPreTrainedModel):
 def build_backbone(config: MaeLmConfig) -> PreTrainedModel:
     """A stock encoder with new weights. Its pooler takes no part in what follows, so it gets no gradient."""
     backbone = AutoModel.from_config(config.backbone_config, dtype=torch.get_default_dtype())
-    implementation = config._attn_implementation
-    if backbone.config._attn_implementation != implementation and implementation != "sdpa":  # sdpa is a default
-        backbone.set_attn_implementation(implementation)
+    # trf-ignore: TRF051 - sdpa is a default, which older encoders do not have; another was asked for.
+    if config._attn_implementation not in ("sdpa", backbone.config._attn_implementation):
+        backbone.set_attn_implementation(config._attn_implementation)
     pooler = getattr(backbone, "pooler", None)
     if pooler is not None:
         pooler.requires_grad_(False)
@@ -975,9 +976,10 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
                 token, or sizes do not match.
         """
         named = not isinstance(encoder, PreTrainedModel)
+        consent = {"trust_remote_code": trust_remote_code}
         stock_config = load_encoder_config(encoder, trust_remote_code) if named else encoder.config
         if named and tokenizer is None and mask_token_id is None:
-            tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(encoder, **consent)
         if mask_token_id is None:
             mask_token_id = find_mask_token(tokenizer, add_mask_token)
         rows = max(mask_token_id + 1, 0 if tokenizer is None else len(tokenizer))
@@ -1224,9 +1226,11 @@ STOCK_HEADS = (
 )
 
 
-def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool) -> PreTrainedConfig:
+def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a checkpoint, whose own code, if any, runs with consent alone."""
+    consent = {"trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name, **consent)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
