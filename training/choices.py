@@ -48,7 +48,8 @@ class Choices:
         if name not in self._choices:
             self._choices[name] = choose() if given == "auto" else Choice(given, "the recipe says so")
         choice = self._choices[name]
-        self._say(f"{name}: {choice.value} ({choice.reason}{'; kept from the checkpoint' if self._kept else ''})")
+        value = f"{choice.value:.3g}" if isinstance(choice.value, float) else choice.value
+        self._say(f"{name}: {value} ({choice.reason}{'; kept from the checkpoint' if self._kept else ''})")
         return choice.value
 
     def as_dict(self) -> dict[str, dict]:
@@ -81,8 +82,8 @@ def _matmul_seconds(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> fl
 def measure_peak(device: torch.device, precision: str) -> Choice:
     """Operations a second of square matrix products in the run's precision: what its speed is compared with."""
     dtype, size = AUTOCAST.get(precision, torch.float32), 8192 if device.type == "cuda" else 1024
-    peak = _matmul_rate(device, dtype, size, torch.get_num_threads())
-    return Choice(peak, f"{peak / 1e12:.3g} TFLOP/s, measured on {size} x {size} matrices in {precision}")
+    peak = float(f"{_matmul_rate(device, dtype, size, torch.get_num_threads()):.3g}")
+    return Choice(peak, f"operations a second, measured on {size} x {size} matrices in {precision}")
 
 
 @cache

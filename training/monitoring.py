@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -149,6 +150,16 @@ def tracker_of(recipe: Recipe) -> str | None:
     if not any(importlib.util.find_spec(package) for package in packages):
         raise RecipeError(f"tracker {recipe.tracker} needs its package: pip install {packages[0]}, or --tracker none.")
     return recipe.tracker
+
+
+def tracker_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By tracker: the run is called as its folder, and goes on there when it is continued."""
+    folder = Path(recipe.output_dir)
+    run_id = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
+    return {
+        "wandb": {"name": folder.name, "id": run_id, "resume": "allow", "dir": recipe.output_dir},
+        "trackio": {"name": folder.name, "resume": "allow"},
+    }
 
 
 def try_to_write(path: Path, write: Callable[[Path], object], say: Callable[[str], None]) -> None:

@@ -45,7 +45,17 @@ from .data import IndexedSteps, Step
 from .evaluation import HeldOut, right_answers
 from .flops import Row, forward_flops
 from .launch import start_missing_processes
-from .monitoring import Progress, RunLog, Summary, hardware, plot_loss, summarise, tracker_of, try_to_write
+from .monitoring import (
+    Progress,
+    RunLog,
+    Summary,
+    hardware,
+    plot_loss,
+    summarise,
+    tracker_of,
+    tracker_settings,
+    try_to_write,
+)
 from .optimizers import (
     build_optimizers,
     learning_rate_factor,
@@ -191,7 +201,11 @@ class Pretraining:
         if main:
             self.folder.mkdir(parents=True, exist_ok=True)
             try_to_write(self.folder / "recipe.yaml", recipe.save, tqdm.write)
-            self.accelerator.init_trackers("maelm", config={key: str(value) for key, value in recipe.course().items()})
+            self.accelerator.init_trackers(
+                "maelm",
+                config={key: str(value) for key, value in recipe.course().items()},
+                init_kwargs=tracker_settings(recipe),
+            )
             self.log = RunLog(self.folder / "log.jsonl", progress.step, tqdm.write)
             self.evaluations = RunLog(self.folder / "evaluations.jsonl", progress.step, tqdm.write)
             self.ranks = RunLog(self.folder / "ranks.jsonl", progress.step, tqdm.write)
