@@ -60,7 +60,8 @@ class CorpusSection:
 class TokenizerSection:
     """An existing tokenizer, or one trained on the corpus (byte-level BPE)."""
 
-    path: str | None = None  # folder or Hub name; None trains one
+    path: str | None = None  # folder or Hub name; None trains one, or with from_encoder takes the encoder's
+    add_mask_token: bool = False  # to an existing one that has none
     vocab_size: int = 32768
     training_bytes: int = 100_000_000  # of text, evenly drawn from the training documents, of a mixture by weight
 
@@ -99,12 +100,30 @@ class OptimizerSection:
 
 
 @dataclasses.dataclass(kw_only=True)
+class LabelledSection:
+    """With from_encoder: a labelled task on which the encoder is scored before and after; names as in finetune."""
+
+    task: str | None = None
+    train: str | None = None  # own files, with task: text
+    validation: str | None = None
+    test: str | None = None
+    text: str = "text"  # column
+    pair: str | None = None
+    label: str = "label"
+    seeds: int = 1
+    fine_tune: bool = True  # beside the linear probe of the frozen encoder
+    epochs: float | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
 class Recipe:
     """One run. The same recipe, corpus and number of processes give the same weights, bit for bit on a CPU."""
 
     output_dir: str
     max_steps: int
     seed: int = 0
+    from_encoder: str | None = None  # continue an encoder (folder or Hub name) instead of beginning a new one
+    trust_remote_code: bool = False  # run code that from_encoder brings
     twin: Literal["none", "mlm"] = "none"  # mlm: the same run with [MASK] in the encoder and no decoder
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
@@ -121,11 +140,16 @@ class Recipe:
     tokenizer: TokenizerSection = dataclasses.field(default_factory=TokenizerSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
+    labelled: LabelledSection = dataclasses.field(default_factory=LabelledSection)
 
     def __post_init__(self):
         _check_model_keys(self.model)
         if self.twin == "mlm":
             self.model = self.model | {"encoder_mask_fraction": 1.0, "decoder_num_hidden_layers": 0}
+        if self.from_encoder is not None and self.tokenizer.path is None:
+            self.tokenizer.path = self.from_encoder
+        if self.from_encoder is None and self.labelled.task is not None:
+            raise RecipeError("labelled.task scores an encoder before and after: give from_encoder, or leave it out.")
         positive = {
             "max_steps": self.max_steps,
             "evaluate_every": self.evaluate_every,
@@ -135,6 +159,7 @@ class Recipe:
             "tokenizer.training_bytes": self.tokenizer.training_bytes,
             "data.length_window": self.data.length_window,
             "data.preprocessing_workers": self.data.preprocessing_workers,
+            "labelled.seeds": self.labelled.seeds,
             "optimizer.learning_rate": self.optimizer.learning_rate,
             "optimizer.muon_learning_rate": self.optimizer.muon_learning_rate,
             "optimizer.eps": self.optimizer.eps,
@@ -207,7 +232,8 @@ class Recipe:
                 flat |= {f"{key}.{name}": item for name, item in value.items()}
             else:
                 flat[key] = value
-        return {key: value for key, value in flat.items() if key not in _BESIDE_THE_COURSE}
+        beside = {*_BESIDE_THE_COURSE, *(f"labelled.{field.name}" for field in dataclasses.fields(LabelledSection))}
+        return {key: value for key, value in flat.items() if key not in beside}
 
 
 _BESIDE_THE_COURSE = {
@@ -219,6 +245,8 @@ _BESIDE_THE_COURSE = {
     "probe_every",
     "tracker",
     "cache_dir",
+    "trust_remote_code",
+    "tokenizer.add_mask_token",  # the tokenizer's digest is compared
     "data.num_workers",
     "data.preprocessing_workers",
 }

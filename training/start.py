@@ -16,6 +16,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, broadcast_object_
 from transformers import PreTrainedTokenizerBase
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
+from maelm_hf.modeling_maelm import load_encoder_config
 
 from . import zero2
 from .checkpoint import find_checkpoint, newest_name
@@ -82,11 +83,38 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:
-    """The model, new or from a checkpoint, in fp32."""
+    """The model, in fp32: from a checkpoint, on an existing encoder, or new.
+
+    Raises:
+        RecipeError: the recipe's encoder cannot be continued, or its settings contradict each other.
+    """
     if checkpoint is not None:
         return MaeLmForMaskedLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if recipe.from_encoder is not None:
+        return model_from_encoder(recipe, tokenizer)
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("mask", "pad", "bos", "eos")}
     return MaeLmForMaskedLM(model_config(recipe, len(tokenizer), ids))
+
+
+def model_from_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> MaeLmForMaskedLM:
+    """A new decoder, of two layers where the recipe does not say, on the encoder that the recipe names."""
+    settings = {"decoder_num_hidden_layers": 2} | recipe.model
+    try:
+        model = MaeLmForMaskedLM.from_encoder(
+            recipe.from_encoder,
+            tokenizer=tokenizer,
+            add_mask_token=recipe.tokenizer.add_mask_token,
+            trust_remote_code=recipe.trust_remote_code,
+            **settings,
+        )
+    except (ValueError, TypeError, OSError) as error:
+        raise RecipeError(f"from_encoder {recipe.from_encoder}: {' '.join(str(error).split())}") from None
+    if model.config.max_position_embeddings < recipe.data.max_length:
+        raise RecipeError(
+            f"data.max_length {recipe.data.max_length} is more than {recipe.from_encoder} takes: at most "
+            f"{model.config.max_position_embeddings}."
+        )
+    return model
 
 
 def model_config(recipe: Recipe, vocab_size: int, token_ids: dict[str, int | None]) -> MaeLmConfig:
@@ -95,6 +123,8 @@ def model_config(recipe: Recipe, vocab_size: int, token_ids: dict[str, int | Non
     Raises:
         RecipeError: the settings contradict each other.
     """
+    if recipe.from_encoder is not None:
+        return _config_on_encoder(recipe, token_ids["mask_token_id"])
     settings = {"max_position_embeddings": recipe.data.max_length} | recipe.model
     if settings["max_position_embeddings"] < recipe.data.max_length:
         raise RecipeError("model.max_position_embeddings is below data.max_length: raise it, or shorten the blocks.")
@@ -102,6 +132,15 @@ def model_config(recipe: Recipe, vocab_size: int, token_ids: dict[str, int | Non
         return MaeLmConfig(vocab_size=vocab_size, **token_ids, **settings)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model: {error}") from None
+
+
+def _config_on_encoder(recipe: Recipe, mask_token_id: int | None) -> MaeLmConfig:
+    settings = {"decoder_num_hidden_layers": 2} | recipe.model
+    try:
+        backbone = load_encoder_config(recipe.from_encoder, recipe.trust_remote_code)
+        return MaeLmConfig(backbone_config=backbone, mask_token_id=mask_token_id, **settings)
+    except (ValueError, TypeError, OSError) as error:
+        raise RecipeError(f"from_encoder {recipe.from_encoder}: {' '.join(str(error).split())}") from None
 
 
 def versions() -> dict[str, str]:

@@ -45,15 +45,20 @@ def load_tokenizer(
     section = recipe.tokenizer
     if section.path is not None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(section.path)
+            tokenizer = AutoTokenizer.from_pretrained(section.path, trust_remote_code=recipe.trust_remote_code)
         except (OSError, ValueError) as error:
             raise RecipeError(
                 f"tokenizer.path {section.path!r} is neither a tokenizer's folder nor its Hub name: "
                 f"{' '.join(str(error).split())}"
             ) from None
-        for role in ("mask_token", "pad_token"):
-            if getattr(tokenizer, role) is None:
-                raise RecipeError(f"tokenizer.path {section.path}: it has no {role}; add one and save it again.")
+        if tokenizer.mask_token is None and section.add_mask_token:
+            tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+        if tokenizer.mask_token is None:
+            raise RecipeError(
+                f"tokenizer.path {section.path}: it has no mask_token; --tokenizer.add_mask_token true adds [MASK]."
+            )
+        if tokenizer.pad_token is None:
+            raise RecipeError(f"tokenizer.path {section.path}: it has no pad_token; add one and save it again.")
         return tokenizer
 
     contents = [corpus.digest or [corpus.description, recipe.corpus.text_column] for corpus in corpora]
