@@ -171,8 +171,8 @@ def train(rows, length, hidden, kernel, autocast, **settings):
     model = MaeLmForMaskedLM(MaeLmConfig(mask_token_id=4, **settings)).train()
     model.set_attn_implementation(kernel)
     optimizers = build_optimizers(model, OptimizerSection())
-    for _ in range(2):
-        for _ in range(2):  # micro-batches
+    for micro_batches in ([1], [rows, rows]):  # the first step makes the optimizer's state
+        for rows in micro_batches:
             ids = torch.randint(5, settings["vocab_size"], (rows, length))
             at = torch.rand(rows, length).argsort(1) < hidden
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
