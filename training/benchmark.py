@@ -7,6 +7,7 @@ import typer
 from training.benchmark_attention import attention
 from training.benchmark_data import memory, packing
 from training.benchmark_finetune import finetune
+from training.benchmark_pretrain import pretrain
 from training.benchmark_probe import probe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -14,6 +15,7 @@ app.command("attention")(attention)
 app.command("finetune")(finetune)
 app.command("memory")(memory)
 app.command("packing")(packing)
+app.command("pretrain")(pretrain)
 app.command("probe")(probe)
 
 

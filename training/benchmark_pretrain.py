@@ -63,7 +63,7 @@ def pretrain(
     rounds: Annotated[int, typer.Option(help="How often every batch is run.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     corpus: Annotated[str, typer.Option(help="Source of the text, as in a recipe.")] = "docstrings",
-    out: Annotated[Path, typer.Option(help="Folder for pretrain.json, .csv and .md.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder for pretrain_SIZE.json, .csv and .md.")] = Path("benchmarks"),
 ) -> None:
     """Pretraining: tokens a second beside stock BERT and ModernBERT, share of the peak, and time by part."""
     for name in size:
@@ -75,29 +75,34 @@ def pretrain(
     target = torch.device(device)
     peak = measure_peak(target, "bf16").value
     console.print(f"bf16 peak of square matrix products: {peak / 1e12:.3f} TFLOP/s")
-    rows: list[dict[str, Any]] = []
     for name in size:
         layers, hidden_size, arms = SIZES[name]
+        rows: list[dict[str, Any]] = []
         for longest in length if name == "small" else [max(length)]:
             for probability in dropout:
                 setting = Setting(layers, hidden_size, longest, probability, batch_tokens, batches, device, corpus)
                 prepare_text(setting.recipe(0.15), say=lambda line: None)  # once, before any arm looks for it
                 rows += measure(arms, setting, rounds, peak)
-    document = {
-        "command": "python -m training.benchmark pretrain",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{hardware(target, 1)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "dtype": "bf16 autocast, fp32 weights",
-        "settings": {"batch_tokens": batch_tokens, "batches": batches, "rounds": rounds, "corpus": corpus},
-        "versions": versions(),
-        "bf16_peak": peak,
-        "table": rows,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "pretrain.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    pd.json_normalize(rows).to_csv(out / "pretrain.csv", index=False)
-    (out / "pretrain.md").write_text(as_markdown(rows, document), encoding="utf-8")
-    console.print(f"Written to {out / 'pretrain.json'}, .csv and .md")
+        document = {
+            "command": f"python -m training.benchmark pretrain --size {name} --batches {batches} --rounds {rounds}",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "hardware": f"{hardware(target, 1)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+            "dtype": "bf16 autocast, fp32 weights",
+            "settings": {"batch_tokens": batch_tokens, "batches": batches, "rounds": rounds, "corpus": corpus},
+            "versions": versions(),
+            "bf16_peak": peak,
+            "table": rows,
+        }
+        write(out / f"pretrain_{name}", rows, document)
+
+
+def write(stem: Path, rows: list[dict[str, Any]], document: dict[str, Any]) -> None:
+    """The measurements as JSON, CSV and Markdown."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    pd.json_normalize(rows).drop(columns="seconds").to_csv(stem.with_suffix(".csv"), index=False)
+    stem.with_suffix(".md").write_text(as_markdown(rows, document), encoding="utf-8")
+    console.print(f"Written to {stem}.json, .csv and .md")
 
 
 def measure(arms: tuple[Arm, ...], setting: Setting, rounds: int, peak: float) -> list[dict[str, Any]]:

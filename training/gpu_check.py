@@ -162,7 +162,8 @@ def run_benchmark(setting: Setting, out: Path, device: DeviceName, limit: float)
         raise CheckFailedError(f"not finished within {limit:.0f} s") from None
     if status:
         raise CheckFailedError(f"exit status {status}")
-    return json.loads((out / "pretrain.json").read_text())
+    size = setting.benchmark[setting.benchmark.index("--size") + 1]
+    return json.loads((out / f"pretrain_{size}.json").read_text())
 
 
 def train_kill_and_resume(setting: Setting, out: Path, device: DeviceName, seconds: float) -> dict[str, Any]:
