@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from .blocks import Blocks, load_blocks
-from .corpus import Corpus, load_corpus
+from .corpus import Corpus, CorpusError, load_corpus
 from .mixture import MixedBlocks
 from .recipe import Recipe
 from .streaming import held_out_blocks
 from .tokenizer import load_tokenizer, tokenizer_digest
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,28 @@ class Text:
 
 
 def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
-    """Corpora, tokenizer and blocks, each from the cache where it has been made before."""
+    """Corpora, tokenizer and blocks, each from the cache where it has been made before.
+
+    Raises:
+        CorpusError, RecipeError: of the sources; or the cache has no room.
+    """
     cache = Path(recipe.cache_dir).expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return _prepare(recipe, cache, say)
+    except (OSError, ValueError) as error:
+        # `datasets` closes its file where a write fails, and then fails by writing the rest.
+        causes = [error, error.__context__]
+        full = [cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno in _NO_ROOM]
+        if not full:
+            raise
+        raise CorpusError(
+            f"the cache {cache} could not be written ({os.strerror(full[0])}): make room, or set cache_dir; what is "
+            "finished in it is kept."
+        ) from error
+
+
+def _prepare(recipe: Recipe, cache: Path, say: Callable[[str], None]) -> Text:
     names, shares, corpora = load_corpora(recipe, cache)
     described = [f"{share:.1%} {corpus.description}" for share, corpus in zip(shares, corpora, strict=True)]
     description = "mixture: " + "; ".join(described) if recipe.corpus.mixture else corpora[0].description

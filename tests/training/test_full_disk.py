@@ -16,9 +16,11 @@ from pretraining_helpers import log_of, start, tiny_recipe
 
 from training import pretrain
 from training.checkpoint import CheckpointError
+from training.corpus import CorpusError
 from training.monitoring import RunLog, read_log, try_to_write
 from training.pretrain import run
 from training.recipe import recipe_from_dict
+from training.text import prepare_text
 
 resource = pytest.importorskip("resource", reason="limits of file sizes are POSIX's")
 
@@ -95,6 +97,20 @@ class TestTryToWrite:
         assert (path / "report.csv").read_text() == "xxxxx"
         assert len(said) == 1
         assert os.listdir(tmp_path) == ["step-000000005"]
+
+
+@pytest.mark.parametrize("size", [500, 7000])  # less than the documents and less than their tokens take
+def test_a_cache_without_room_is_an_error_in_one_line(tmp_path, size):
+    recipe = recipe_from_dict(tiny_recipe(tmp_path, tokenizer__path=str(tmp_path / "tokenizer")))
+    recipe.tokenizer.path = None
+    prepare_text(recipe, say=lambda _: None).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    recipe.tokenizer.path, recipe.cache_dir = str(tmp_path / "tokenizer"), str(tmp_path / "another-cache")
+    with (
+        files_of_at_most(size),
+        pytest.raises(CorpusError, match=r"another-cache could not be written \(File too large"),
+    ):
+        prepare_text(recipe, say=lambda _: None)
+    assert len(prepare_text(recipe, say=lambda _: None).training) > 20
 
 
 def test_a_run_ends_well_on_a_disk_that_is_full_from_step_7_on(tmp_path):
