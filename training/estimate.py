@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 
-from .choices import choose_precision, cpu_micro_batch, fitting_micro_batch
+from .choices import choose_precision, cpu_micro_batch, fitting_micro_batch, measure_peak
 from .console import console, help_text, markdown
 from .flops import Flops, forward_flops, full_row, muon_flops
 from .memory import (
@@ -76,29 +75,16 @@ DEVICES = {
 }
 
 
-def measured_device(size: int | None = None, repeats: int = 5) -> Device:
-    """This machine: the best of a few square matrix products of width ``size`` in bf16 and in fp32."""
+def measured_device() -> Device:
+    """This machine: a GPU if torch sees one, by the best of a few matrix products in bf16 and in fp32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = size or (8192 if device.type == "cuda" else 2048)
-
-    def rate(dtype: torch.dtype) -> float:
-        matrix, best = torch.ones(size, size, dtype=dtype, device=device), float("inf")
-        for _ in range(1 + repeats):
-            start = time.perf_counter()
-            matrix @ matrix
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return 2 * size**3 / best
-
-    memory = psutil.virtual_memory().total
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    half, full = (measure_peak(device, precision).value for precision in ("bf16", "fp32"))
     name = hardware(device, 1).removesuffix(", 1 process")
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        name += f", {threads} thread{'s' if threads > 1 else ''}"
-    return Device(name, rate(torch.bfloat16), rate(torch.float32), memory, on_cpu=device.type == "cpu")
+    if device.type == "cuda":
+        return Device(name, half, full, torch.cuda.get_device_properties(device).total_memory)
+    threads = torch.get_num_threads()
+    name += f", {threads} thread{'s' if threads > 1 else ''}"
+    return Device(name, half, full, psutil.virtual_memory().total, on_cpu=True)
 
 
 @dataclass(frozen=True)

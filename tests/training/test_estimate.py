@@ -318,7 +318,7 @@ def test_more_processes_than_rows_are_refused():
 
 
 def test_this_machine_can_be_measured():
-    device = measured_device(size=128, repeats=1)
+    device = measured_device()
     assert device.half > 1e6
     assert device.full > 1e6
     assert device.memory > 1e8
