@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from maelm_hf import DataCollatorForMaeLm
 
 from .data import Step, StepDataset, evaluation_step
-from .recipe import Recipe
+from .recipe import Recipe, RecipeError
 from .text import Text
 
 
@@ -24,11 +24,20 @@ class HeldOut:
     """The held-out blocks that a run evaluates on; ``evaluation_blocks`` in all, as many of every source.
 
     Every process evaluates its part of them (``process``: see :class:`StepDataset`).
+
+    Raises:
+        RecipeError: a source has fewer of them than there are processes.
     """
 
     def __init__(self, recipe: Recipe, text: Text, collator: DataCollatorForMaeLm, **process: int):
         self.tokenizer, self.sources = text.tokenizer, text.sources
         self.blocks_a_source = -(-recipe.evaluation_blocks // len(text.sources))
+        for source in text.sources:
+            if (count := min(self.blocks_a_source, len(source.held_out))) < process["world_size"]:
+                raise RecipeError(
+                    f"{source.name} gives {count} held-out blocks to {process['world_size']} processes: raise "
+                    "corpus.held_out_share or evaluation_blocks, or start fewer."
+                )
         self.datasets = [StepDataset(source.held_out, collator, **process) for source in text.sources]
 
     def steps(self) -> list[Step]:

@@ -243,7 +243,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_loss(run: Path, path: Path) -> None:
-    """Training loss of every step and its running mean, held-out loss and accuracy, and the learning rate."""
+    """Training loss of every step and its running mean, held-out loss (of every source) and accuracy, learning rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -265,6 +265,11 @@ def plot_loss(run: Path, path: Path) -> None:
     at = [row["step"] for row in evaluations]
     held_out = [row["loss"] for row in evaluations]
     loss_axis.plot(at, held_out, "o-", color="tab:orange", markersize=4, linewidth=1.2, label="held-out documents")
+    for number, name in enumerate(evaluations[-1].get("sources", {}) if evaluations else {}):
+        of_source = [row["sources"][name]["loss"] for row in evaluations]
+        style, shade = ["--", ":", "-."][number % 3], plt.get_cmap("tab10")(4 + number % 6)
+        label = f"held out of {Path(name).name}"  # of a path its end
+        loss_axis.plot(at, of_source, style, color=shade, linewidth=1, label=label)
     loss_axis.set_ylabel("cross-entropy of hidden tokens (nats)")
     loss_axis.set_title(f"Pretraining loss: {run.name}")
     loss_axis.legend(frameon=False)

@@ -15,6 +15,7 @@ from maelm_hf import DataCollatorForMaeLm
 from training import pretrain
 from training.blocks import Blocks
 from training.data import BatchOrder, Cursor, IndexedSteps
+from training.evaluation import HeldOut
 from training.mixture import MixedBlocks
 from training.pretrain import run
 from training.recipe import RecipeError, load_recipe, recipe_from_dict
@@ -290,6 +291,14 @@ class TestRefusals:
             RecipeError, match=r"there are no \S+ documents .*short.txt.*: change corpus.held_out_share"
         ):
             run(mixture_recipe(folder, "unheld", sources))
+
+    def test_fewer_held_out_blocks_of_a_source_than_processes(self, folder):
+        recipe = mixture_recipe(folder, "many", evaluation_blocks=6)
+        text = prepare_text(recipe, say=lambda _: None)
+        collator = DataCollatorForMaeLm(text.tokenizer, seed=3)
+        assert len(HeldOut(recipe, text, collator, rank=0, world_size=3, micro_batch_tokens=128).steps()) == 2
+        with pytest.raises(RecipeError, match=r"corpus.txt gives 3 held-out blocks to 4 processes: raise"):
+            HeldOut(recipe, text, collator, rank=0, world_size=4, micro_batch_tokens=128)
 
     def test_other_weights_in_the_same_folder(self, folder):
         run(mixture_recipe(folder, "weights", max_steps=5))
