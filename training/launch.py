@@ -53,6 +53,26 @@ def asked_for_processes(environment: Mapping[str, str], launcher: Sequence[str])
     return int(settings["num_processes"])
 
 
+def check_processes(environment: Mapping[str, str], together: int) -> None:
+    """Refuses processes that a launcher started to work together and that do not know of each other.
+
+    Each would train by itself, and all write into one folder.
+
+    Args:
+        environment: of this process.
+        together: how many processes Accelerate sees.
+
+    Raises:
+        RecipeError: they are fewer than were started.
+    """
+    started = int(environment.get("WORLD_SIZE", "1"))
+    if started > together:
+        raise RecipeError(
+            f"{started} processes were started, and Accelerate sees {together}: start them by accelerate launch with "
+            "a configuration for this machine (training/accelerate/)."
+        )
+
+
 def _settings(launcher: Sequence[str]) -> dict[str, str | int | None]:
     """The launcher's numbers of processes and machines: its options, then its configuration file, as Accelerate."""
     options = {}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -44,7 +45,7 @@ from .corpus import CorpusError
 from .data import IndexedSteps, Step
 from .evaluation import HeldOut, right_answers
 from .flops import Row, forward_flops
-from .launch import start_missing_processes
+from .launch import check_processes, start_missing_processes
 from .monitoring import (
     Progress,
     RunLog,
@@ -100,6 +101,7 @@ def run(recipe: Recipe) -> Summary:
         # The first process may tokenize for hours while the others wait.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
+    check_processes(os.environ, accelerator.num_processes)
     check_distribution(recipe, accelerator.distributed_type, accelerator.state.deepspeed_plugin)
     if accelerator.device.type == "cpu" and keep_freed_memory():
         accelerator.print("memory: what a step frees is kept for the next one")

@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands.config import config_args
 from pretraining_helpers import ROOT, log_of, start, tiny_recipe, weights_of
 
-from training.launch import asked_for_processes
+from training.launch import asked_for_processes, check_processes
 from training.recipe import RecipeError
 
 # Kills itself right after the log's row of a step, or in the middle of writing a checkpoint.
@@ -174,6 +174,13 @@ def test_only_what_accelerate_did_not_start_is_started():
     assert asked_for_processes({"ACCELERATE_USE_CPU": "True"}, asked) == 0  # one was asked for
     assert asked_for_processes({"MASTER_ADDR": "127.0.0.1"}, asked) == 0  # on a GPU
     assert asked_for_processes(alone, ["bash"]) == 0
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused():
+    check_processes({}, 1)
+    check_processes({"WORLD_SIZE": "2"}, 2)
+    with pytest.raises(RecipeError, match="2 processes were started, and Accelerate sees 1: start them by"):
+        check_processes({"WORLD_SIZE": "2"}, 1)
 
 
 def test_the_count_of_an_accelerate_config_file(tmp_path, monkeypatch):
