@@ -15,10 +15,11 @@ from .permutation import permuted
 class MixedBlocks:
     """The blocks of several sources, drawn by their shares of the tokens; stands where :class:`Blocks` do.
 
-    An epoch draws as many tokens as all sources together hold, and of these the asked share from each source, to
-    within half a block of its mean length. A source that holds less than its share comes several times in an epoch; one
-    that holds more comes in part, and goes on in the next epoch where it stopped. So at the end of every epoch no block
-    of a source has been drawn more than once oftener than another of it.
+    An epoch draws as many tokens as all sources together hold, and of these the asked share from each source, counted
+    in its blocks of mean length and rounded to whole ones. A source that holds less than its share comes several times
+    in an epoch; one that holds more comes in part (of which the tokens are those of a random sample), and goes on in
+    the next epoch where it stopped. So at the end of every epoch no block of a source has been drawn more than once
+    oftener than another of it. Within an epoch the draws of all sources are shuffled together.
 
     Blocks are numbered through the sources. The second time a block comes in an epoch its number is greater by the
     number of all blocks, the third time by twice that, and so on: masks are drawn by this number, and every time
