@@ -5,6 +5,7 @@
     python -m training.pretrain training/recipes/demo.yaml --max_steps 200 --model.hidden_size 256
     accelerate launch --num_processes 8 -m training.pretrain training/recipes/base.yaml
     python -m training.pretrain training/recipes/base.yaml --estimate      what it would cost (--help: options)
+    python -m training.pretrain --from-encoder NAME --data MY_TEXT         continue an encoder (training/adapt.py)
 
 The same command continues a run that was killed, from its last checkpoint; on a CPU, bit for bit as if it had not been.
 Nothing random is carried from step to step: masks and the order of data are functions of (seed, epoch, sample), and
@@ -30,7 +31,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm.auto import tqdm
 
@@ -38,7 +39,7 @@ from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from maelm_hf.memory import keep_freed_memory
 from maelm_hf.probing import probe_rank
 
-from . import estimate, zero2
+from . import adapt, estimate, zero2
 from .checkpoint import WRITE_ERRORS, CheckpointError, newest_name, reason, save_checkpoint
 from .choices import Choices, autocast_of, choose_micro_batch, choose_precision, fastest_attention, measure_peak
 from .corpus import CorpusError
@@ -208,9 +209,10 @@ class Pretraining:
                 config={key: str(value) for key, value in recipe.course().items()},
                 init_kwargs=tracker_settings(recipe),
             )
-            self.log = RunLog(self.folder / "log.jsonl", progress.step, tqdm.write)
-            self.evaluations = RunLog(self.folder / "evaluations.jsonl", progress.step, tqdm.write)
-            self.ranks = RunLog(self.folder / "ranks.jsonl", progress.step, tqdm.write)
+            done = progress.step or -1  # what was seen of an encoder before its first step is looked at again
+            self.log = RunLog(self.folder / "log.jsonl", done, tqdm.write)
+            self.evaluations = RunLog(self.folder / "evaluations.jsonl", done, tqdm.write)
+            self.ranks = RunLog(self.folder / "ranks.jsonl", done, tqdm.write)
         if progress.step == 0:
             self.save()
         previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
@@ -218,6 +220,10 @@ class Pretraining:
         steps = self.data.steps(self.cursor, recipe.data.num_workers, pin)
         bar = tqdm(total=recipe.max_steps, initial=progress.step, unit="step", disable=not main, dynamic_ncols=True)
         try:
+            if recipe.from_encoder is not None and progress.step == 0:
+                self.evaluate(bar)
+                if recipe.probe_every:
+                    self.probe()
             while progress.step < recipe.max_steps and not self.stop_requested:
                 row = self.step(next(steps))
                 if main:
@@ -422,6 +428,8 @@ class Pretraining:
             if finished:
                 try:
                     self._write_model(self.folder / "final", weights)
+                    if self.recipe.from_encoder is not None:
+                        self._write_encoder(self.folder / "encoder", weights)
                 except WRITE_ERRORS as error:
                     raise CheckpointError(
                         f"{self.folder / 'final'} could not be written ({reason(error)}); the same command "
@@ -441,6 +449,12 @@ class Pretraining:
         # Of weights that were gathered or copied, the tied matrix is there twice.
         weights = {name: tensor for name, tensor in weights.items() if name not in model.all_tied_weights_keys}
         model.save_pretrained(folder, state_dict=weights)
+        self.text.tokenizer.save_pretrained(folder)
+
+    def _write_encoder(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """The continued encoder as the stock model that it is, with its tokenizer."""
+        own = {name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")}
+        self._unwrapped().encoder.save_pretrained(folder, state_dict=own)
         self.text.tokenizer.save_pretrained(folder)
 
     def _unwrapped(self) -> MaeLmForMaskedLM:
@@ -465,6 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
+    arguments = adapt.recipe_arguments(arguments)
     if "--estimate" in arguments:
         return estimate.main([argument for argument in arguments if argument != "--estimate"])
     try:
@@ -472,7 +487,10 @@ def main(arguments: list[str] | None = None) -> int:
         status = start_missing_processes(arguments)
         if status is not None:
             return status
+        adapt.check_task(recipe.labelled)
         summary = run(recipe)
+        if summary.finished and recipe.from_encoder is not None and PartialState().is_main_process:
+            adapt.report(recipe)
     except (RecipeError, CorpusError, CheckpointError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
