@@ -49,7 +49,7 @@ def kill(recipe: dict[str, Any], moments: random.Random) -> dict[str, Any]:
     run = Path(recipe["output_dir"])
     began, process, started = steps_of(run), start(recipe), time.monotonic()
     if moments.random() < 0.2:
-        time.sleep(moments.uniform(0, 15))
+        time.sleep(moments.uniform(0, 6))
     else:
         while steps_of(run) <= began + 1 and process.poll() is None:  # training again
             time.sleep(0.001)
