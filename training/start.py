@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ def check_distribution(recipe: Recipe, kind: DistributedType, deepspeed: DeepSpe
     """Refuses what cannot be run in this way of sharing a model among processes.
 
     Raises:
-        RecipeError: rank probes of a sharded model, or what DeepSpeed would do in its own way.
+        RecipeError: rank probes of a sharded model, what DeepSpeed would do in its own way, or sharding that Accelerate
+            was asked for and, for want of GPUs or of a second process, leaves out in silence.
     """
+    for name in ("DEEPSPEED", "FSDP"):
+        asked = os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1")
+        if asked and kind != DistributedType[name]:
+            raise RecipeError(
+                f"accelerate launch asks for {name}, which needs several processes on GPUs: use "
+                "training/accelerate/ddp.yaml, or cpu.yaml for one process."
+            )
     if deepspeed is not None:
         zero2.check(deepspeed, recipe)
     if kind == DistributedType.FSDP and recipe.probe_every:

@@ -69,6 +69,16 @@ def test_adamw_at_stage_two_is_not_refused(tmp_path):
     check_distribution(recipe, DistributedType.DEEPSPEED, plugin())
 
 
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
+def test_sharding_that_accelerate_leaves_out_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    recipe = recipe_from_dict(tiny_recipe(tmp_path, optimizer__name="adamw"))
+    for kind in (DistributedType.MULTI_CPU, DistributedType.NO):
+        with pytest.raises(RecipeError, match=rf"asks for {name}, which needs several processes on GPUs"):
+            check_distribution(recipe, kind)
+    check_distribution(recipe, DistributedType[name])
+
+
 def finish(process) -> int:
     output, _ = process.communicate(timeout=280)
     print(output)
