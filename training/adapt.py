@@ -49,10 +49,15 @@ def recipe_arguments(arguments: Sequence[str]) -> list[str]:
     if encoder is None or any(argument.endswith((".yaml", ".yml")) for argument in result):
         return result
     if _value_of(result, "--output_dir") is None:
-        name = "-".join(Path(encoder).parts[-2:]).strip("/")
+        name = short_name(encoder).replace("/", "-")
         twin = "mlm" if _value_of(result, "--twin") == "mlm" else "mae-lm"
         result += ["--output_dir", f"runs/adapt/{name}-{twin}"]
     return [str(RECIPE), *result]
+
+
+def short_name(encoder: str) -> str:
+    """The last two parts of a path or Hub name."""
+    return "/".join([part for part in Path(encoder).parts if part != "/"][-2:])
 
 
 def _value_of(arguments: Sequence[str], option: str) -> str | None:
@@ -225,13 +230,13 @@ def notes_of(adaptation: Adaptation) -> list[str]:
 
 
 def describe(adaptation: Adaptation) -> str:
-    title = f"# {adaptation.encoder}, continued by {adaptation.twin} for {adaptation.steps:,} steps\n\n"
+    title = f"# {short_name(adaptation.encoder)}, continued by {adaptation.twin} for {adaptation.steps:,} steps\n\n"
     table = markdown(["", "before", "after", "change"], rows_of(adaptation))
     return title + table + "".join(f"\n- {note}" for note in notes_of(adaptation)) + "\n"
 
 
 def show(adaptation: Adaptation) -> None:
-    table = Table("", title=f"{adaptation.encoder}, {adaptation.twin}, {adaptation.steps:,} steps")
+    table = Table("", title=f"{short_name(adaptation.encoder)}, {adaptation.twin}, {adaptation.steps:,} steps")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
     for row in rows_of(adaptation):
@@ -253,7 +258,7 @@ def draw(adaptation: Adaptation, run: Path, path: Path) -> None:
         _draw_ranks(axes.pop(0), adaptation, run)
     if adaptation.scores:
         _draw_scores(axes.pop(0), adaptation)
-    figure.suptitle(f"{adaptation.encoder[-60:]} continued by {adaptation.twin}", fontsize=11)
+    figure.suptitle(f"{short_name(adaptation.encoder)}, continued by {adaptation.twin}", fontsize=11)
     figure.savefig(path, dpi=160)
 
 
@@ -292,6 +297,8 @@ def _draw_scores(axes, adaptation: Adaptation) -> None:
             axes.plot(at, values[when], marker, color=colour, markersize=5, label=when if place == 0 else None)
     axes.set_xticks(range(len(adaptation.scores)), [_MODES[mode] for mode in adaptation.scores])
     axes.set_xlim(-0.5, len(adaptation.scores) - 0.5)
+    middle, half = sum(axes.get_ylim()) / 2, 0.5 * (axes.get_ylim()[1] - axes.get_ylim()[0])
+    axes.set_ylim(middle - max(half, 0.02), middle + max(half, 0.02))  # a small change is to look small
     axes.set(title=f"{adaptation.task}, each seed", ylabel=f"{adaptation.metric} ({adaptation.split})")
     axes.legend(frameon=False, fontsize=9)
     axes.grid(axis="y", alpha=0.25)
