@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 
@@ -68,6 +69,7 @@ class Parameters:
     encoder: int  # without the embedding
     decoder: int
     head: int  # without the tied matrix
+    layers: int  # of all these, in the layers of encoder and decoder
     cast: int  # elements of the matrices that autocast copies
     muon: list[tuple[int, int]]  # shapes of the matrices that Muon trains
 
@@ -97,6 +99,7 @@ def count_parameters(model: MaeLmForMaskedLM, optimizer: OptimizerSection) -> Pa
         encoder=number(model.encoder) - embedding,
         decoder=number(model.decoder),
         head=number(model.lm_head) - (number(embeddings.word_embeddings) if tied else 0),
+        layers=sum(number(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)),
         cast=sum(linear),
         muon=[tuple(matrix.shape) for part in muon for group in part.param_groups for matrix in group["params"]],
     )
@@ -244,8 +247,11 @@ def ddp_traffic(parameters: Parameters, processes: int) -> float:
 
 
 def fsdp_traffic(parameters: Parameters, processes: int, micro_batches: int) -> float:
-    """As :func:`ddp_traffic`: weights gathered in each forward and each backward pass, gradients scattered once."""
-    return (2 * micro_batches + 1) * (processes - 1) / processes * FLOAT32 * parameters.total
+    """As :func:`ddp_traffic`: each micro-batch gathers the layers twice, for forward and for backward, and the other
+    weights, which stay from one to the other, once; gradients are scattered once a step.
+    """
+    gathered = micro_batches * (parameters.total + parameters.layers)
+    return (processes - 1) / processes * FLOAT32 * (gathered + parameters.total)
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:

@@ -25,7 +25,6 @@ from training.memory import (
     count_parameters,
     ddp_memory,
     ddp_traffic,
-    fsdp_traffic,
 )
 from training.optimizers import build_optimizers, optimizer_tensors
 from training.recipe import OptimizerSection, load_recipe, recipe_from_dict
@@ -266,9 +265,7 @@ def test_traffic_is_that_of_a_ring(processes):
     # One way round a ring, every process hands on a share (processes - 1) times.
     round_trip = sum(size / processes for _ in range(processes - 1))
     assert ddp_traffic(parameters, processes) == pytest.approx(2 * round_trip)
-    assert fsdp_traffic(parameters, processes, micro_batches=1) == pytest.approx(3 * round_trip)
-    assert fsdp_traffic(parameters, processes, micro_batches=4) == pytest.approx(9 * round_trip)
-    assert ddp_traffic(parameters, 1) == 0
+    assert ddp_traffic(parameters, 1) == 0  # FSDP2's is counted in test_pretrain_sharded.py
 
 
 # A recipe

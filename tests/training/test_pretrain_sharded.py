@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
+from training.memory import count_parameters, fsdp_traffic
 from training.optimizers import build_optimizers, load_optimizer_tensors, optimizer_tensors
 from training.recipe import OptimizerSection
 
@@ -111,6 +112,23 @@ def facts(model: MaeLmForMaskedLM) -> dict:
     }
 
 
+class Traffic:
+    """Bytes that this process has to send to the other one: its part of what is gathered, the other's of the rest."""
+
+    def __init__(self):
+        self.bytes = 0
+        for name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            if hasattr(distributed, name):  # their names before and from torch 2.13 on
+                setattr(distributed, name, self.counting(getattr(distributed, name)))
+
+    def counting(self, collective):
+        def counted(*args, **kwargs):
+            self.bytes += min(value.nbytes for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+            return collective(*args, **kwargs)
+
+        return counted
+
+
 def one_process(rank: int, port: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
@@ -120,7 +138,10 @@ def one_process(rank: int, port: int, folder: str, how: str) -> None:
     model = shard(new_model(), mesh)
     before = facts(model)
     optimizers = build_optimizers(model, section)
-    gradients = train(model, optimizers, range(STEPS), rank)
+    traffic = Traffic()
+    gradients = train(model, optimizers, [0], rank)
+    sent = traffic.bytes
+    gradients += train(model, optimizers, range(1, STEPS), rank)
     state = optimizer_tensors(model, optimizers)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
 
@@ -138,7 +159,8 @@ def one_process(rank: int, port: int, folder: str, how: str) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
     gathered = get_model_state_dict(model, options=options)  # as a checkpoint is made of a sharded model
     if rank == 0:
-        found = {"facts": [before, facts(model)], "gradients": gradients, "state": state, "gathered": gathered}
+        found = {"facts": [before, facts(model)], "gradients": gradients, "state": state}
+        found |= {"gathered": gathered, "sent": sent}
         torch.save(found | {"after": after, "again": again}, Path(folder, "0"))
     distributed.destroy_process_group()
 
@@ -171,6 +193,7 @@ def test_two_sharded_processes_are_one(tmp_path: Path, how: str):
         assert expected.keys() == got.keys()
         for name in expected:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert sharded["sent"] == fsdp_traffic(count_parameters(model, OptimizerSection()), 2, micro_batches=1)
     state = optimizer_tensors(model, optimizers)
     assert state.keys() == sharded["state"].keys()
     for name in state:
