@@ -129,16 +129,23 @@ class Traffic:
         return counted
 
 
-def one_process(rank: int, port: int, folder: str, how: str) -> None:
+def one_process(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh, traffic = init_device_mesh("cpu", (2,)), Traffic()
+    for how in SHARD:
+        found = train_sharded(rank, mesh, SHARD[how], traffic)
+        if rank == 0:
+            torch.save(found, Path(folder, how))
+    distributed.destroy_process_group()
+
+
+def train_sharded(rank: int, mesh, shard, traffic: Traffic) -> dict:
     section = OptimizerSection(learning_rate=0.01)
-    shard = SHARD[how]
     model = shard(new_model(), mesh)
     before = facts(model)
     optimizers = build_optimizers(model, section)
-    traffic = Traffic()
+    traffic.bytes = 0
     gradients = train(model, optimizers, [0], rank)
     sent = traffic.bytes
     gradients += train(model, optimizers, range(1, STEPS), rank)
@@ -158,11 +165,8 @@ def one_process(rank: int, port: int, folder: str, how: str) -> None:
     )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
     gathered = get_model_state_dict(model, options=options)  # as a checkpoint is made of a sharded model
-    if rank == 0:
-        found = {"facts": [before, facts(model)], "gradients": gradients, "state": state}
-        found |= {"gathered": gathered, "sent": sent}
-        torch.save(found | {"after": after, "again": again}, Path(folder, "0"))
-    distributed.destroy_process_group()
+    found = {"facts": [before, facts(model)], "gradients": gradients, "state": state, "after": after, "again": again}
+    return found | {"gathered": gathered, "sent": sent}
 
 
 def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -175,14 +179,21 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     Pretraining._write_model(run, folder, weights)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="gloo over localhost is not tried on Windows")
-@pytest.mark.parametrize("how", SHARD)
-def test_two_sharded_processes_are_one(tmp_path: Path, how: str):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What two processes found, sharded in either way."""
+    path = tmp_path_factory.mktemp("sharded")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_process, (port, str(tmp_path), how), nprocs=2)
-    sharded = torch.load(tmp_path / "0", weights_only=True)
+    torch.multiprocessing.spawn(one_process, (port, str(path)), nprocs=2)
+    return path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo over localhost is not tried on Windows")
+@pytest.mark.parametrize("how", SHARD)
+def test_two_sharded_processes_are_one(folder: Path, tmp_path: Path, how: str):
+    sharded = torch.load(folder / how, weights_only=True)
 
     model = new_model()
     optimizers = build_optimizers(model, OptimizerSection(learning_rate=0.01))
