@@ -302,10 +302,10 @@ def within_window(query_positions: torch.Tensor, window: int, and_also: Callable
 def check_attention(config: MaeLmConfig, training: bool = False, packed: bool = False) -> None:
     """Refuse what a backend would do wrongly or refuse in words that do not help."""
     implementation = config._attn_implementation or ""
-    if "flash" in implementation and packed:
+    if "flash" in implementation and packed and (not training or torch.compiler.is_compiling()):
         raise ValueError(
-            f"attn_implementation={implementation!r} takes no document_ids: packed documents would see each other; use "
-            "'sdpa', 'eager' or 'flex_attention'"
+            f"attn_implementation={implementation!r} takes document_ids in training alone, not compiled: elsewhere "
+            "packed documents would see each other; use 'sdpa', 'eager' or 'flex_attention'"
         )
     if "flash" in implementation and config.relative_position_buckets:
         raise ValueError(
@@ -368,6 +368,68 @@ def takes_fewer_queries(config: MaeLmConfig) -> bool:
     """Whether the backend can ask for some tokens only; flash would take the mask's last columns for theirs."""
     # trf-ignore: TRF051 - it decides what is asked of the interface, not how it answers.
     return "flash" not in (config._attn_implementation or "")
+
+
+class EndToEnd:
+    """
+    The real tokens of a batch laid end to end, sequence after sequence, for flash attention's kernels for varying
+    lengths: unpadded once, and not in every layer. A sequence is a row, or a document of a packed row.
+
+    Args:
+        present (`torch.Tensor` of shape (batch, length), bool): The real tokens.
+        documents (`torch.Tensor` of shape (batch, length), *optional*): Of packed rows.
+        keys (`EndToEnd`, *optional*): Where these tokens are queries alone: the tokens that they attend to.
+    """
+
+    def __init__(self, present: torch.Tensor, documents: torch.Tensor | None, keys: "EndToEnd | None" = None):
+        self.shape = present.shape
+        rows = torch.arange(present.shape[0], device=present.device)[:, None].expand(present.shape)
+        # Documents of a row are told apart by a number below that of its keys.
+        width = present.shape[1] if keys is None else keys.shape[1]
+        sequence = rows * width if documents is None else rows * width + documents.remainder(width)
+        index = present.flatten().nonzero().squeeze(1)
+        sequence, order = sequence.flatten()[index].sort(stable=True)
+        self.index = index[order]  # (tokens,) into batch x length
+        self.sequences = sequence.unique_consecutive() if keys is None else keys.sequences
+        ends = torch.searchsorted(sequence, self.sequences, right=True).int()
+        self.bounds = F.pad(ends, (1, 0))  # (sequences + 1,)
+        self.longest = int(self.bounds.diff().max()) if len(ends) else 0
+        self.keys = self if keys is None else keys
+
+    @property
+    def arguments(self) -> dict:
+        """What transformers' flash attention takes in place of a mask."""
+        return {
+            "cu_seq_lens_q": self.bounds,
+            "cu_seq_lens_k": self.keys.bounds,
+            "max_length_q": self.longest,
+            "max_length_k": self.keys.longest,
+        }
+
+    def lay(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, length, size) -> (1, tokens, size)"""
+        return states.flatten(0, 1)[self.index][None]
+
+    def put_back(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, tokens, size) -> (batch, length, size), zero elsewhere."""
+        result = states.new_zeros(self.shape.numel(), states.shape[2])
+        return result.index_copy(0, self.index, states[0]).view(*self.shape, -1)
+
+
+def lay_end_to_end(
+    config: MaeLmConfig, training: bool, attended: torch.Tensor | None, documents: torch.Tensor | None
+) -> EndToEnd | None:
+    """
+    The layout of a flash backend's training step; `None` where rows stay as they are: in evaluation, whose hidden
+    states are read row by row, in a compiled graph, and where every row is full.
+    """
+    # trf-ignore: TRF051 - other backends take padded rows.
+    if "flash" not in (config._attn_implementation or "") or not training or torch.compiler.is_compiling():
+        return None
+    if attended is None and documents is None:
+        return None
+    layout = EndToEnd(torch.ones_like(documents, dtype=torch.bool) if attended is None else attended, documents)
+    return layout if layout.longest else None
 
 
 def merge_bias(config: MaeLmConfig, attention_mask, position_bias: torch.Tensor | None):
@@ -715,6 +777,15 @@ class MaeLmModel(MaeLmPreTrainedModel):
         hidden_states = self.embeddings(inputs_embeds, position_ids)  # (batch, length, size)
         if dropped is not None:
             hidden_states = hidden_states.masked_fill(dropped[..., None], 0.0)
+
+        outputs = ("output_hidden_states", "output_attentions")
+        looked_at = any(kwargs.get(name, getattr(self.config, name, False)) for name in outputs)
+        layout = None if looked_at else lay_end_to_end(self.config, self.training, attended, document_ids)
+        if layout is not None:
+            states = layout.lay(hidden_states)  # (1, kept tokens, size)
+            for layer in self.layers:
+                states = layer(states, **layout.arguments, **kwargs)
+            return BaseModelOutput(last_hidden_state=layout.put_back(states))
 
         mask = create_attention_mask(
             self.config, hidden_states, attended, key_documents=document_ids, avoid_host_sync=avoid_host_sync
@@ -1176,6 +1247,9 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         documents = tokens.take(tokens.documents, index)
         states = self.decoder.embed(joined, tokens.take(tokens.positions, index))
         attended = tokens.attended_at(index)
+        layout = lay_end_to_end(self.config, self.training, attended, documents)
+        if layout is not None and slots is not None and bool((tokens.target_labels != -100).any()):
+            return self.decode_end_to_end(layout, states, tokens, documents)
         mask = create_attention_mask(
             self.config, states, attended, key_documents=documents, avoid_host_sync=avoid_host_sync
         )
@@ -1195,6 +1269,17 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             avoid_host_sync=avoid_host_sync,
         )
         return self.decoder.layers[-1](states, attention_mask=mask, queries=queries)
+
+    def decode_end_to_end(self, layout: EndToEnd, states, tokens: MaeLmTokens, documents) -> torch.Tensor:
+        """The same over the real tokens laid end to end."""
+        slots = tokens.target_slots
+        states = layout.lay(states)  # (1, tokens, size)
+        for layer in self.decoder.layers[:-1]:
+            states = layer(states, **layout.arguments)
+        query_documents = None if documents is None else documents.gather(1, slots.clamp(min=0))
+        targets = EndToEnd(tokens.target_labels != -100, query_documents, keys=layout)
+        queries = targets.lay(take(layout.put_back(states), slots, 0.0))  # (1, targets, size)
+        return targets.put_back(self.decoder.layers[-1](states, queries=queries, **targets.arguments))
 
     def predict(self, tokens: MaeLmTokens, states, labels, sparse, indexed, num_items_in_batch):
         """Logits, (labelled tokens, vocabulary) or (batch, length, vocabulary), and the loss where there are labels."""
