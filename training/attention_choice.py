@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 CANDIDATES = ("sdpa", "eager")
+ON_CUDA = ("flash_attention_2",)  # where its package is installed
 REPEATS = 3
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -21,16 +22,20 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def choose_attention(model: PreTrainedModel, batches: Sequence[dict], precision: str = "fp32") -> tuple[str, str]:
     """The fastest of sdpa and eager for one training step over `batches`, and the reason in words.
 
+    On CUDA flash attention takes part where it is installed, for training in bf16 or fp16 of a model that it can run.
     Each kernel runs every batch forward and backward, under autocast where `precision` is bf16 or fp16, once to warm up
     and three times timed, in turns; the best time counts. The model keeps its weights, gradients are cleared, and the
     random state is put back.
     """
     before, was_training, device = model.config._attn_implementation, model.training, next(model.parameters()).device
     seconds: dict[str, float] = {}
+    half = device.type == "cuda" and precision in AUTOCAST
+    with_bias = getattr(model.config, "relative_position_buckets", 0) > 0  # flash cannot add one
+    candidates = CANDIDATES + (ON_CUDA if half and not with_bias else ())
     model.train()
     with torch.random.fork_rng():
         for _ in range(1 + REPEATS):
-            for kernel in CANDIDATES:
+            for kernel in candidates:
                 try:
                     model.set_attn_implementation(kernel)
                 except (ValueError, ImportError):
