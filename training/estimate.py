@@ -138,8 +138,7 @@ def estimate(recipe: Recipe, device: Device, processes: int, utilisation: float)
         model = MaeLmForMaskedLM(config)
     parameters = count_parameters(model, recipe.optimizer)
     row = full_row(recipe)
-    fewer_queries = recipe.attention != "flash_attention_2"
-    flops = forward_flops(config, row, fewer_queries=fewer_queries)
+    flops = forward_flops(config, row)
     twin = forward_flops(_mlm(config), row)
 
     precision = _precision(recipe, device)

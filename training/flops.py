@@ -58,7 +58,7 @@ class Flops:
         return self.training + (self.encoder + self.decoder if activation_checkpointing else 0)
 
 
-def forward_flops(config: MaeLmConfig, row: Row, *, fewer_queries: bool = True) -> Flops:
+def forward_flops(config: MaeLmConfig, row: Row) -> Flops:
     """Operations of one row's forward pass in training.
 
     Encoder, L layers over the s tokens it sees:  L (8 s d^2 + 4 s^2 d + 4 s d f).
@@ -66,18 +66,14 @@ def forward_flops(config: MaeLmConfig, row: Row, *, fewer_queries: bool = True) 
     2 n d e (where e is not d)  +  (D - 1) (8 n e^2 + 4 n^2 e + 4 n e g)  +  4 h e^2 + 4 n e^2 + 4 h n e + 4 h e g.
     Head, for the hidden tokens:  2 h e^2  +  2 h e d (where e is not d)  +  2 h d V.
     d, f: hidden and intermediate size; e, g: the decoder's; V: the vocabulary.
-
-    Args:
-        fewer_queries: False for flash attention, whose last decoder layer runs over all tokens.
     """
     size, seen = config.hidden_size, row.seen_by_encoder(config)
     encoder = config.num_hidden_layers * layer_flops(seen, size, config.intermediate_size)
     decoder, head_size = 0.0, size
     if config.decoder_num_hidden_layers:
         head_size, inner = config.decoder_hidden_size, config.decoder_intermediate_size
-        queries = row.hidden if fewer_queries else row.length
         decoder = (config.decoder_num_hidden_layers - 1) * layer_flops(row.length, head_size, inner)
-        decoder += layer_flops(row.length, head_size, inner, queries)
+        decoder += layer_flops(row.length, head_size, inner, queries=row.hidden)
         if head_size != size:
             decoder += 2 * row.length * size * head_size
     head = 2 * row.hidden * (head_size**2 + size * config.vocab_size)

@@ -193,7 +193,6 @@ class Pretraining:
             "attention", recipe.attention, agreed(lambda: fastest_attention(model, first, precision))
         )
         model.set_attn_implementation(attention)
-        self.fewer_queries = attention != "flash_attention_2"
         peak = self.choices.make("matmul_peak", "auto", agreed(lambda: measure_peak(device, precision)))
         self.peak = peak * self.accelerator.num_processes
         return autocast
@@ -315,7 +314,7 @@ class Pretraining:
         for name, count in by_source.items():
             self.progress.tokens_by_source[name] = self.progress.tokens_by_source.get(name, 0) + count
         row = Row(tokens / rows, hidden_tokens / rows)
-        flops = rows * forward_flops(self._unwrapped().config, row, fewer_queries=self.fewer_queries).training
+        flops = rows * forward_flops(self._unwrapped().config, row).training
         accuracy = accelerator.reduce(right, "sum").item() / hidden_tokens if counts_right else None
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds

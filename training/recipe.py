@@ -204,11 +204,6 @@ class Recipe:
             raise RecipeError("optimizer.schedule 'wsd' needs optimizer.decay_steps, the steps of its final decay.")
         if self.optimizer.name == "muon" and self.precision == "fp16":
             raise RecipeError("precision fp16 scales the gradients of one optimizer: use bf16 or fp32 with muon.")
-        if self.data.packing and self.attention == "flash_attention_2":
-            raise RecipeError(
-                "attention flash_attention_2 would let the documents of a packed row see each other: use auto, sdpa or "
-                "flex_attention, or set data.packing false."
-            )
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.max_steps:
             raise RecipeError("optimizer.warmup_steps and decay_steps together are more than max_steps.")
 

@@ -100,7 +100,6 @@ class TestRecipe:
             (["--weight_decay", "-0.1"], "optimizer.weight_decay must not be negative"),
             (["--betas", "[0.9, 1.0]"], r"optimizer.betas must be .* below 1, got \[0.9, 1.0\]"),
             (["--output_dir", "a: b: c"], "--output_dir 'a: b: c' is no YAML value"),
-            (["--packing", "true", "--attention", "flash_attention_2"], "packed row see each other"),
             (["max_steps", "3"], "expected --key value"),
             (["--max_steps"], "lacks a value"),
         ],
