@@ -2,7 +2,7 @@
 
     python tests/training/stress_resume.py --kills 20 --out results/stress_resume
 
-Checkpoints are written at every second step, so that many of the kills meet one being written. One kill in five comes
+Checkpoints are written at every second step, so that many of the kills meet one being written. Every fifth kill comes
 a random time after the start of the process, whatever it does then; the others a random time after training began
 again. ``--out`` writes ``outcome.json`` there: command, date, hardware, versions, every kill and where it hit, and
 whether log and weights are equal to those of the run left alone. Exit status 0 means that they are.
@@ -44,11 +44,11 @@ def finish(recipe: dict[str, Any]) -> None:
         raise SystemExit(output)
 
 
-def kill(recipe: dict[str, Any], moments: random.Random) -> dict[str, Any]:
+def kill(recipe: dict[str, Any], moments: random.Random, after_start: bool) -> dict[str, Any]:
     """Starts or continues the run, kills it, and says where it was hit."""
     run = Path(recipe["output_dir"])
     began, process, started = steps_of(run), start(recipe), time.monotonic()
-    if moments.random() < 0.2:
+    if after_start:
         time.sleep(moments.uniform(0, 6))
     else:
         while steps_of(run) <= began + 1 and process.poll() is None:  # training again
@@ -62,6 +62,7 @@ def kill(recipe: dict[str, Any], moments: random.Random) -> dict[str, Any]:
         raise SystemExit(output)
     return {
         "seconds_after_start": round(time.monotonic() - started, 2),
+        "log_grew_by": steps_of(run) - began,
         "last_step_in_log": steps_of(run),
         "newest_checkpoint": checkpoint_of(run),
         "while_saving": any(run.glob("checkpoints/.unfinished-*")),
@@ -76,7 +77,7 @@ def main(kills: int, seed: int, out: Path | None) -> int:
         whole, broken = tiny_recipe(folder, "whole", **settings), tiny_recipe(folder, "broken", **settings)
         finish(whole)
         for number in range(1, kills + 1):
-            hits.append(hit := kill(broken, moments))
+            hits.append(hit := kill(broken, moments, after_start=number % 5 == 0))
             print(f"kill {number}: {json.dumps(hit)}", flush=True)
         finish(broken)
         same_log = log_of(folder / "whole") == log_of(folder / "broken")
