@@ -73,9 +73,9 @@ def publish_command(
 def export_command(
     model: Annotated[str, typer.Argument(help="Folder of a model, or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="The stock architecture.")] = "bert",
+    to: Annotated[str, typer.Option(help="The stock architecture: bert, or that of the model's backbone.")] = "bert",
 ) -> None:
-    """Write the encoder as a stock BERT checkpoint, which loads with transformers alone."""
+    """Write the encoder as a stock checkpoint, which loads with transformers alone."""
     from .hub import export_native
 
     say_choices()

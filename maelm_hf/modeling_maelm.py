@@ -1329,15 +1329,28 @@ def load_encoder(
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """The encoder of a checkpoint, and the model that saved it, where that predicts masked tokens."""
     options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "use_safetensors": True}
-    stock, loaded = AutoModel.from_pretrained(name, output_loading_info=True, **options)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # reports of what the other class reads; what lacks is said below
+    try:
+        stock, loaded = AutoModel.from_pretrained(name, output_loading_info=True, **options)
+        masked_lm = None
+        if brings_head(config):
+            masked_lm, of_head = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True, **options)
+            masked_lm = None if of_head["missing_keys"] else masked_lm
+    finally:
+        logging.set_verbosity(verbosity)
     missing = sorted(key for key in loaded["missing_keys"] if not key.startswith("pooler."))
     if missing:
         raise ValueError(f"{name} lacks weights of {type(stock).__name__}: {', '.join(missing[:3])} ...")
+    if loaded["missing_keys"]:
+        logger.warning(f"{name} has no pooler: that of the encoder is new, and is not trained")
+    return stock, masked_lm
+
+
+def brings_head(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint's model predicts masked tokens."""
     saved_by = (getattr(config, "architectures", None) or [""])[0]
-    if not saved_by.endswith("ForMaskedLM") and saved_by != "BertForPreTraining":
-        return stock, None
-    masked_lm, loaded = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True, **options)
-    return stock, None if loaded["missing_keys"] else masked_lm
+    return saved_by.endswith("ForMaskedLM") or saved_by == "BertForPreTraining"
 
 
 def split_model(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel | None]:

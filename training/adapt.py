@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from maelm_hf.modeling_maelm import brings_head, load_encoder_config
 from maelm_hf.probing import RankReport
 
 from .console import console, markdown
@@ -76,6 +77,7 @@ class Adaptation:
     encoder: str
     twin: str
     steps: int
+    head: str  # new, or the encoder's
     held_out: dict[str, dict[str, float]]  # before, after -> loss in nats, accuracy
     rank_label: str | None = None
     layers: list[str] = field(default_factory=list)
@@ -138,7 +140,8 @@ def read_run(recipe: Recipe) -> Adaptation:
         for when, row in (("before", rows[0]), ("after", rows[-1]))
     }
     twin = "MLM" if recipe.twin == "mlm" else "MAE-LM"
-    adaptation = Adaptation(recipe.from_encoder, twin, rows[-1]["step"], held_out)
+    own = brings_head(load_encoder_config(recipe.from_encoder, recipe.trust_remote_code))
+    adaptation = Adaptation(recipe.from_encoder, twin, rows[-1]["step"], "the encoder's" if own else "new", held_out)
     probes = sorted((run / "probes").glob("step-*"))
     if len(probes) > 1:
         for when, folder in (("before", probes[0]), ("after", probes[-1])):
@@ -219,8 +222,9 @@ def _row(name: str, before: float, after: float, digits: int) -> list[str]:
 
 def notes_of(adaptation: Adaptation) -> list[str]:
     notes = []
-    if adaptation.twin == "MAE-LM":
-        notes.append("The loss before is that of a decoder that is still new; it says nothing about the encoder.")
+    new = "decoder" if adaptation.twin == "MAE-LM" else "head" if adaptation.head == "new" else None
+    if new is not None:
+        notes.append(f"The loss before is that of a {new} that is still new; it says nothing about the encoder.")
     if adaptation.ranks:
         notes.append(f"{adaptation.rank_label}, tokens of input without [MASK], held-out documents.")
     seeds = {len(values["after"]) for values in adaptation.scores.values()}

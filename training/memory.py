@@ -89,8 +89,9 @@ def count_parameters(model: MaeLmForMaskedLM, optimizer: OptimizerSection) -> Pa
     def number(module: nn.Module | None) -> int:
         return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
 
-    embeddings = model.encoder.embeddings
-    embedding = number(embeddings.word_embeddings) + number(embeddings.position_embeddings)
+    words = model.get_input_embeddings()
+    names = model.encoder.named_modules()
+    embedding = number(words) + sum(number(part) for name, part in names if name.endswith("position_embeddings"))
     tied = model.config.tie_word_embeddings
     _, *muon = build_optimizers(model, optimizer)
     linear = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)]
@@ -98,7 +99,7 @@ def count_parameters(model: MaeLmForMaskedLM, optimizer: OptimizerSection) -> Pa
         embedding=embedding,
         encoder=number(model.encoder) - embedding,
         decoder=number(model.decoder),
-        head=number(model.lm_head) - (number(embeddings.word_embeddings) if tied else 0),
+        head=number(model.lm_head) - (number(words) if tied else 0),
         layers=sum(number(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)),
         cast=sum(linear),
         muon=[tuple(matrix.shape) for part in muon for group in part.param_groups for matrix in group["params"]],

@@ -14,8 +14,9 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, 
 from maelm_hf import DataCollatorForMaeLm, MaeLmForMaskedLM
 from training import adapt, pretrain
 from training.evaluation import HeldOut
+from training.memory import count_parameters
 from training.monitoring import read_log
-from training.recipe import RecipeError, load_recipe, recipe_from_dict
+from training.recipe import OptimizerSection, RecipeError, load_recipe, recipe_from_dict
 from training.start import build_model
 from training.text import prepare_text
 
@@ -118,6 +119,8 @@ def test_from_the_command_line_to_the_comparison(twin, files, tmp_path):
     assert (run / "adaptation.png").stat().st_size > 10_000
     table = (run / "adaptation.md").read_text()
     assert "effective rank, layer 2" in table
+    assert ("a decoder that is still new" in table) == (twin == "none")
+    assert found["head"] == "the encoder's"
     if twin == "mlm":
         assert found["scores"] == {}
         assert evaluations[0]["loss"] == pytest.approx(loss_of_the_stock_model(files[1], run), abs=1e-5)
@@ -194,3 +197,12 @@ def test_a_tokenizer_without_mask_token_gets_one_when_asked(tmp_path, capsys):
     tokenizer = prepare_text(recipe, lambda _line: None).tokenizer
     model = build_model(recipe, tokenizer, None)
     assert model.config.mask_token_id == tokenizer.mask_token_id == 4
+
+
+def test_it_is_estimated_before_it_is_trained(files, tmp_path, capsys):
+    assert pretrain.main([*command(tmp_path, *files), "--estimate", "--device", "h100"]) == 0
+    assert "nothing was trained" in capsys.readouterr().out
+    model = MaeLmForMaskedLM.from_encoder(files[1])
+    counted = count_parameters(model, OptimizerSection())
+    assert counted.total == model.num_parameters()
+    assert counted.embedding == (model.config.vocab_size + 40) * 16
