@@ -213,7 +213,8 @@ def describe(model: str, minutes: float, frame: pd.DataFrame, ranks: pd.DataFram
         table += [rank_row(layers, "masked/all", power)]
         parts += [
             f"## Effective rank, {TAU:.0%} of the sum of {of}, of {unmasked['width']}",
-            f"Not centred, {unmasked['tokens']:,} tokens of held-out text.",
+            f"Not centred, {unmasked['tokens']:,} tokens of held-out text. *masked/all* is input with 15 % of the "
+            "tokens masked: MAE-LM's encoder sees those that are left, the others' see [MASK] too.",
             markdown(header, table),
         ]
     parts += ["![ranks and scores](adapt.png)", "Every run: `runs.csv`, `ranks.csv`."]
@@ -242,6 +243,7 @@ def draw(frame: pd.DataFrame, ranks: pd.DataFrame, before: dict[str, float], pat
                 axis.plot(line["layer"], line[f"rank_power_{power}"], label=label, **style)
         axis.set(xlabel="layer (0: embeddings)", title=f"{TAU:.0%} of the sum of {of}")
         axis.title.set_fontsize(10)
+        axis.margins(y=0.08)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel(f"effective rank (of {ranks['width'].iloc[0]})")
