@@ -16,8 +16,9 @@ def keep_freed_memory() -> bool:
 
     By default glibc gives every large block back to the system, and the next step's tensors are paged in anew, zeroed
     4 KiB at a time: a large part of a training step on a CPU, of a vocabulary's logits above all. From this call on,
-    nothing is given back before the process ends, so that it holds on to its peak. It changes no number. Only glibc
-    (Linux) has the setting: elsewhere the call does nothing and returns False.
+    nothing is given back before the process ends: it holds on to its peak, and, where sizes change from step to step,
+    to more than that. It changes no number. Only glibc (Linux) has the setting: elsewhere the call does nothing and
+    returns False.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
