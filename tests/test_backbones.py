@@ -360,7 +360,7 @@ def test_segments_of_choices_reach_the_backbone():
     assert not torch.equal(model(ids, token_type_ids=segments).logits, model(ids).logits)
 
 
-def test_given_indices_change_nothing():
+def test_given_indices_change_nothing_and_compile_without_a_break():
     model = MaeLmForMaskedLM.from_encoder(stock_model("RoBERTa"), mask_token_id=MASK)
     ids, attended, labels = masked_batch()
     hidden = labels != -100
@@ -375,6 +375,9 @@ def test_given_indices_change_nothing():
     )
     close(given.loss, plain.loss)
     close(given.logits, plain.logits)
+    inputs = {"labels": labels, "kept_index": kept_index, "hidden_index": hidden_index}
+    compiled = torch.compile(model.train(), fullgraph=True, backend="eager")
+    close(compiled(input_ids=ids, attention_mask=attended.long(), **inputs).loss, plain.loss)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
