@@ -29,28 +29,38 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict], precision:
     """
     before, was_training, device = model.config._attn_implementation, model.training, next(model.parameters()).device
     seconds: dict[str, float] = {}
+    too_large: list[str] = []
     half = device.type == "cuda" and precision in AUTOCAST
     with_bias = getattr(model.config, "relative_position_buckets", 0) > 0  # flash cannot add one
     candidates = CANDIDATES + (ON_CUDA if half and not with_bias else ())
     model.train()
     with torch.random.fork_rng():
         for _ in range(1 + REPEATS):
-            for kernel in candidates:
+            for kernel in [name for name in candidates if name not in too_large]:
                 try:
                     model.set_attn_implementation(kernel)
                 except (ValueError, ImportError):
                     continue  # this architecture has no such kernel
-                elapsed = _step_seconds(model, batches, device, precision)
+                try:
+                    elapsed = _step_seconds(model, batches, device, precision)
+                except torch.OutOfMemoryError:  # eager keeps whole maps, where the others do not
+                    model.zero_grad(set_to_none=True)
+                    seconds.pop(kernel, None)
+                    too_large.append(kernel)
+                    continue
                 warm_up = kernel not in seconds
                 seconds[kernel] = float("inf") if warm_up else min(seconds[kernel], elapsed)
     model.set_attn_implementation(before)
     model.train(was_training)
+    if not seconds and too_large:
+        raise torch.OutOfMemoryError(f"{', '.join(too_large)}: none fits into memory; make the micro-batch smaller")
     if not seconds:
         return before, f"attention {before}: the only kernel this architecture has"
     best = min(seconds, key=seconds.__getitem__)
     measured = ", ".join(
         f"{kernel} {value * 1000:.0f} ms" for kernel, value in sorted(seconds.items(), key=lambda kv: kv[1])
     )
+    measured += "".join(f", {kernel} out of memory" for kernel in too_large)
     return (
         best,
         f"attention {best}: fastest over {len(batches)} training batches on {device.type} in {precision} ({measured})",

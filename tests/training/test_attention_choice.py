@@ -43,3 +43,25 @@ def test_measuring_leaves_no_trace(model):
     assert not model.training
     assert model.config._attn_implementation == "sdpa"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def run_out_of_memory(model, kernels):
+    def look(module, args):
+        if model.config._attn_implementation in kernels:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.encoder.layers[0].register_forward_pre_hook(look)
+
+
+def test_a_kernel_that_does_not_fit_into_memory_is_not_chosen(model):
+    run_out_of_memory(model, ["eager"])
+    chosen, reason = choose_attention(model, [BATCH])
+    assert chosen == "sdpa"
+    assert "eager out of memory" in reason
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_where_no_kernel_fits_the_error_says_what_to_do(model):
+    run_out_of_memory(model, CANDIDATES)
+    with pytest.raises(torch.OutOfMemoryError, match="make the micro-batch smaller"):
+        choose_attention(model, [BATCH])
