@@ -68,7 +68,12 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
         return None, {}
     state = json.loads((checkpoint / "state.json").read_text())
     now, then = recipe.course(), state["course"]
-    changed = [f"{key} (was {then.get(key)!r}, is {now.get(key)!r})" for key in now if now[key] != then.get(key)]
+    free = _free_to_change(now, then, state["progress"]["step"])
+    changed = [
+        f"{key} (was {then.get(key)!r}, is {now[key]!r})"
+        for key in now
+        if now[key] != then.get(key) and key not in free
+    ]
     if changed:
         raise RecipeError(
             f"{recipe.output_dir} holds a run of another recipe: {', '.join(changed)}; use another output_dir."
@@ -89,6 +94,14 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
         )
     accelerator.print(f"continuing from {checkpoint}")
     return checkpoint, state
+
+
+def _free_to_change(now: dict[str, Any], then: dict[str, Any], step: int) -> set[str]:
+    """Before its final decay, a warm-up-stable-decay run does not depend on where it ends: it may be prolonged or cut."""
+    ends = ("max_steps", "optimizer.decay_steps")
+    if any(course["optimizer.schedule"] != "wsd" or step > course[ends[0]] - course[ends[1]] for course in (now, then)):
+        return set()
+    return set(ends)
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:

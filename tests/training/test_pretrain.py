@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import shutil
 import signal
 import struct
 from typing import ClassVar
@@ -472,6 +473,20 @@ class TestRefusals:
     def test_another_recipe_in_the_same_folder(self, folder, finished):
         with pytest.raises(RecipeError, match=r"another recipe: data.mask_ratio \(was 0.15, is 0.4\)"):
             run(recipe_from_dict(tiny_recipe(folder, "finished", max_steps=12, data__mask_ratio=0.4)))
+
+    def test_a_stable_phase_may_end_elsewhere_and_a_begun_decay_may_not(self, folder):
+        wsd = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 4}
+        run(recipe_from_dict(tiny_recipe(folder, "stable", max_steps=15, keep_checkpoints=9, **wsd)))
+        run(recipe_from_dict(tiny_recipe(folder, "straight", max_steps=12, **wsd | {"optimizer__decay_steps": 2})))
+        step = "checkpoints/step-000000010"  # stable of 15 - 4, and of 12 - 2
+        shutil.copytree(folder / "stable" / step, folder / "branch" / step)
+        run(recipe_from_dict(tiny_recipe(folder, "branch", max_steps=12, **wsd | {"optimizer__decay_steps": 2})))
+        expected, found = weights_of(folder / "straight"), weights_of(folder / "branch")
+        assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+        with pytest.raises(RecipeError, match=r"max_steps \(was 15, is 20\)"):
+            run(recipe_from_dict(tiny_recipe(folder, "stable", max_steps=20, **wsd)))
+        with pytest.raises(RecipeError, match=r"optimizer.decay_steps \(was 2, is 3\)"):
+            run(recipe_from_dict(tiny_recipe(folder, "branch", max_steps=12, **wsd | {"optimizer__decay_steps": 3})))
 
     def test_another_corpus(self, folder):
         values = tiny_recipe(folder, "text", max_steps=5)
