@@ -97,11 +97,12 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
 
 
 def _free_to_change(now: dict[str, Any], then: dict[str, Any], step: int) -> set[str]:
-    """Before its final decay, a warm-up-stable-decay run does not depend on where it ends: it may be prolonged or cut."""
-    ends = ("max_steps", "optimizer.decay_steps")
-    if any(course["optimizer.schedule"] != "wsd" or step > course[ends[0]] - course[ends[1]] for course in (now, then)):
-        return set()
-    return set(ends)
+    """Before its final decay a warm-up-stable-decay run does not depend on where it ends: it may be prolonged or cut."""
+    for course in (now, then):
+        stable_until = course["max_steps"] - course["optimizer.decay_steps"]
+        if course["optimizer.schedule"] != "wsd" or step > stable_until:
+            return set()
+    return {"max_steps", "optimizer.decay_steps"}
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> MaeLmForMaskedLM:
