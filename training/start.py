@@ -97,7 +97,7 @@ def find_resumable(recipe: Recipe, text: Text, accelerator: Accelerator) -> tupl
 
 
 def _free_to_change(now: dict[str, Any], then: dict[str, Any], step: int) -> set[str]:
-    """Before its final decay a warm-up-stable-decay run does not depend on where it ends: it may be prolonged or cut."""
+    """Before its final decay a "wsd" run does not depend on where it ends: it may be prolonged or cut short."""
     for course in (now, then):
         stable_until = course["max_steps"] - course["optimizer.decay_steps"]
         if course["optimizer.schedule"] != "wsd" or step > stable_until:
