@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from .console import console, help_text, markdown
 from .finetune_report import environment, load_results, write_json
 from .monitoring import read_log
 from .recipe import LabelledSection, Recipe, RecipeError, load_recipe
+from .step_time import cpu_seconds_a_step
 from .tasks import prepare_task
 
 TASK = "rotten_tomatoes"
@@ -39,7 +39,6 @@ POPULATIONS = ("unmasked", "masked/all")
 TAU = 0.9
 COLOURS = {"before": "#000000", "MAE-LM": "#D55E00", "MLM": "#0072B2"}
 MARKERS = {"before": "o", "MAE-LM": "s", "MLM": "^"}
-_TIMED = (10, 40)  # steps of the two runs whose difference is the time of a step
 
 
 def recipe_of(model: str, twin: str, seed: int, steps: int, folder: Path, text: Path, **changes: object) -> Recipe:
@@ -84,16 +83,14 @@ def steps_for(minutes: float, model: str, out: Path, text: Path) -> dict[str, in
             raise RecipeError(f"{out} was begun with --minutes {kept['minutes']:g}: use it, or another --out.")
         return kept["steps"]
     torch.set_num_threads(1)
-    seconds = {}
-    for twin in TWINS:
-        used = []
-        for steps in _TIMED:
-            quick = {"probe_every": 0, "evaluate_every": 1000, "evaluation_blocks": 8, "checkpoint_every": 1000}
-            folder = out / "timing" / f"{twin.lower()}-{steps}-{time.time_ns()}"  # never one that is finished
-            started = time.process_time()
-            pretrain.run(recipe_of(model, twin, 0, steps, folder, text, **quick))
-            used.append(time.process_time() - started)
-        seconds[twin] = (used[1] - used[0]) / (_TIMED[1] - _TIMED[0])
+    quick = {"probe_every": 0, "evaluate_every": 1000, "evaluation_blocks": 8, "checkpoint_every": 1000}
+    seconds = {
+        twin: cpu_seconds_a_step(
+            lambda steps, folder, twin=twin: recipe_of(model, twin, 0, steps, folder, text, **quick),
+            out / "timing" / twin.lower(),
+        )
+        for twin in TWINS
+    }
     steps = {twin: max(1, round(60 * minutes / each)) for twin, each in seconds.items()}
     write_json(file, {"minutes": minutes, "cpu_seconds_a_step": seconds, "steps": steps})
     return steps

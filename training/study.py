@@ -1,0 +1,209 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The released pair and what is asked of it: pretraining, measurements, and the tables of `model_cards/STUDY.md`.
+
+    python -m training.corpus build --out runs/corpus
+    python -m training.study pretrain          every arm below, one after another, on one thread; hours
+    python -m training.study release           model_cards/{mae-lm-mini,mlm-mini}: weights in bf16, code, tokenizer
+    python -m training.study measure           losses, ranks, frozen and fine-tuned scores; hours
+    python -m training.study report            tables and figures of the page, and the cards
+
+Whatever was stopped goes on by the same command; what is finished is not repeated. Arms named after a command are done
+alone, so that two processes may share them out. MAE-LM and MLM see the same text, order and masks, and get the same
+processor time (`runs/released/step_times.json`, measured once); the short arms get the same number of steps. Runs keep
+their learning rate until the last steps (schedule wsd), so that a short arm of the ratio .15 is a long one, cooled down
+early from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import typer
+
+from . import pretrain as pretraining
+from . import study_measure
+from .console import console, help_text
+from .finetune_report import environment, write_json
+from .recipe import Recipe, load_recipe
+from .release import round_to_bf16
+from .step_time import cpu_seconds_a_step
+
+RECIPE = Path(__file__).parent / "recipes" / "mini-released.yaml"
+OUT = Path("runs/released")
+STEPS = 4000  # of MLM; MAE-LM gets as many as take the same time
+COOLED_FROM = 1250  # the step at which the short arms begin to decay
+SHORT_STEPS = 1500
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One pretraining run.
+
+    ``objective`` is "MAE-LM", "MLM", or "decoder, [MASK] kept": MAE-LM's decoder on an encoder that sees every [MASK].
+    ``branch_of`` names the long arm whose checkpoint at ``COOLED_FROM`` it continues.
+    """
+
+    objective: str
+    mask_ratio: float = 0.15
+    short: bool = True
+    branch_of: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        changes = {
+            "MAE-LM": [],
+            "MLM": ["--twin=mlm"],
+            "decoder, [MASK] kept": ["--model.encoder_mask_fraction=1.0"],
+        }
+        return [*changes[self.objective], f"--data.mask_ratio={self.mask_ratio}"]
+
+
+ARMS = {
+    "mlm": Arm("MLM", short=False),
+    "mae-lm": Arm("MAE-LM", short=False),
+    "mlm-15": Arm("MLM", branch_of="mlm"),
+    "mae-lm-15": Arm("MAE-LM", branch_of="mae-lm"),
+    "control-15": Arm("decoder, [MASK] kept"),
+    "mlm-30": Arm("MLM", mask_ratio=0.30),
+    "mae-lm-30": Arm("MAE-LM", mask_ratio=0.30),
+    "mlm-50": Arm("MLM", mask_ratio=0.50),
+    "mae-lm-50": Arm("MAE-LM", mask_ratio=0.50),
+}
+
+
+LONG_ARMS = [name for name, arm in ARMS.items() if not arm.short]
+
+
+def step_times(out: Path = OUT) -> dict[str, float]:
+    """Objective -> processor seconds of a step on one thread at a mask ratio of .15: measured once, then read."""
+    file = out / "step_times.json"
+    if not file.is_file():
+        torch.set_num_threads(1)
+        quick = ["--evaluate_every=1000", "--evaluation_blocks=8", "--checkpoint_every=1000", "--keep_checkpoints=1"]
+        quick += ["--optimizer.schedule=linear", "--optimizer.decay_steps=0"]
+        seconds = {}
+        for arm in (ARMS["mlm"], ARMS["mae-lm"], ARMS["control-15"]):
+
+            def recipe_of(steps: int, folder: Path, arm: Arm = arm) -> Recipe:
+                sizes = [f"--output_dir={folder}", f"--max_steps={steps}", "--optimizer.warmup_steps=1"]
+                return load_recipe(RECIPE, [*arm.overrides, *quick, *sizes])
+
+            seconds[arm.objective] = cpu_seconds_a_step(recipe_of, out / "timing")
+        write_json(file, {"seconds": seconds} | environment())
+    return json.loads(file.read_text())["seconds"]
+
+
+def steps_of(arm: Arm, seconds: dict[str, float]) -> int:
+    """A long arm's steps take as long as MLM's, to the next 50; short arms are compared at equal steps."""
+    if arm.short:
+        return SHORT_STEPS
+    return round(STEPS * seconds["MLM"] / seconds[arm.objective] / 50) * 50
+
+
+def recipe_of(name: str, seconds: dict[str, float], out: Path = OUT) -> Recipe:
+    arm = ARMS[name]
+    changes = [f"--output_dir={out / name}", f"--max_steps={steps_of(arm, seconds)}"]
+    if arm.short:
+        changes += [f"--optimizer.decay_steps={SHORT_STEPS - COOLED_FROM}"]
+    return load_recipe(RECIPE, [*arm.overrides, *changes])
+
+
+def start_branch(name: str, out: Path = OUT) -> None:
+    """Gives a branch the checkpoint and the logs of its long arm up to where it begins to decay.
+
+    Raises:
+        FileNotFoundError: the long arm has not come that far.
+    """
+    source, folder = out / ARMS[name].branch_of, out / name
+    step = Path("checkpoints", f"step-{COOLED_FROM:09d}")
+    if (folder / "checkpoints").is_dir():
+        return
+    if not (source / step).is_dir():
+        raise FileNotFoundError(
+            f"{name} goes on from {source / step}, which is not there: pretrain {source.name} first"
+        )
+    scratch = folder.with_name(f".{name}-{os.getpid()}")
+    shutil.copytree(source / step, scratch / step)
+    for log in ("log.jsonl", "evaluations.jsonl"):
+        shutil.copyfile(source / log, scratch / log)
+    os.replace(scratch, folder)
+
+
+def arms_named(names: Sequence[str] | None) -> list[str]:
+    unknown = [name for name in names or () if name not in ARMS]
+    if unknown:
+        raise ValueError(f"unknown arm {unknown[0]!r}: the arms are {', '.join(ARMS)}")
+    return list(names or ARMS)
+
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=help_text(__doc__))
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+
+
+NAMES = typer.Argument(None, help=f"Of {', '.join(ARMS)}; by default all.")
+
+
+@app.command()
+def pretrain(arms: list[str] = NAMES) -> None:
+    """Pretrains the arms, one after another."""
+    with _one_line_errors():
+        names = arms_named(arms)
+        torch.set_num_threads(1)
+        seconds = step_times()
+        for name in names:
+            console.rule(f"{name}: {ARMS[name].objective}, mask ratio {ARMS[name].mask_ratio}")
+            if ARMS[name].branch_of is not None:
+                start_branch(name)
+            if not pretraining.run(recipe_of(name, seconds)).finished:
+                console.print("Stopped; the same command goes on from here.")
+                raise typer.Exit(1)
+
+
+@app.command()
+def release() -> None:
+    """Rounds the weights of the pair to bf16: what is measured, and published."""
+    with _one_line_errors():
+        for name in LONG_ARMS:
+            rounded = round_to_bf16(OUT / name / "final", OUT / name / "rounded")
+            console.print(f"{rounded}: {rounded.stat().st_size / 1e6:.1f} MB")
+
+
+@app.command()
+def measure(arms: list[str] = NAMES) -> None:
+    """Losses, ranks and scores of the arms: the pair's along the way and at the end, the short arms' at the end."""
+    with _one_line_errors():
+        names = arms_named(arms)
+        torch.set_num_threads(1)
+        for name in names:
+            console.rule(f"{name}: measurements")
+            run, measured = OUT / name, OUT / "measured"
+            if ARMS[name].short:
+                study_measure.measure_ranks(run / "final", measured / "ranks" / name / "final")
+                study_measure.score_frozen(run / "final", measured / "frozen" / name, study_measure.CURVE_TASKS, 1)
+                continue
+            for step in study_measure.CURVE_STEPS:
+                checkpoint = run / "checkpoints" / f"step-{step:09d}"
+                study_measure.measure_ranks(checkpoint, measured / "ranks" / name / checkpoint.name)
+                along = measured / "frozen" / f"{name}-{checkpoint.name}"
+                study_measure.score_frozen(checkpoint, along, study_measure.CURVE_TASKS, 1)
+            study_measure.measure_released(run / "rounded", measured, name)
+
+
+if __name__ == "__main__":
+    app()

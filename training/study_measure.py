@@ -1,0 +1,132 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the study measures of its arms: ranks at several steps and after fine-tuning, frozen scores along the way,
+frozen and fine-tuned scores of the released weights, and the loss on a small text of our own.
+
+Everything finished is kept and not repeated; see `training/study.py` for the commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from maelm_hf import DataCollatorForMaeLm
+from maelm_hf.probing import probe_rank
+
+from .console import console
+from .finetune_data import DataOptions
+from .finetune_grid import Plan, run_task
+from .finetune_report import load_results, write_json
+
+HELD_OUT = Path("runs/corpus/heldout.jsonl")  # no run trains on it
+SAMPLE = Path("model_cards/sample.txt")
+PROBED_TOKENS = 65_536
+CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2500, 3000)
+SEEDS = 5
+
+# Task -> batch size and epochs of fine-tuning, by size; the learning rate is chosen on validation, below.
+TASKS = {
+    "rotten_tomatoes": (32, 3.0),
+    "sentences_amazon": (16, 10.0),
+    "sentences_imdb": (16, 10.0),
+    "sentences_yelp": (16, 10.0),
+    "bbc": (32, 4.0),
+    "spam": (32, 3.0),
+    "brown_pos": (32, 1.0),
+}
+CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc", "spam")
+LEARNING_RATES = (1e-4, 3e-4, 1e-3)
+TUNED_ON = "rotten_tomatoes"
+
+
+def measure_ranks(model: Path, folder: Path) -> None:
+    """The rank report of a model on held-out text, all four populations, both powers' spectra, raw and centred."""
+    if (folder / "report.json").is_file():
+        return
+    report = probe_rank(
+        str(model), data=str(HELD_OUT), column="text", max_tokens=PROBED_TOKENS, max_length=128, progress=False
+    )
+    report.save(folder)
+    console.print(f"ranks: {folder}")
+
+
+def score_frozen(model: Path, folder: Path, tasks: tuple[str, ...], seeds: int) -> None:
+    """Linear probes of the frozen encoder, mean-pooled and of the first token."""
+    for task in tasks:
+        plan = Plan(frozen=True, seeds=seeds, attention="sdpa", metrics="sklearn", quiet=True)
+        _run(model, task, plan, folder)
+
+
+def fine_tune(model: Path, folder: Path, learning_rate: float, seeds: int, tasks: tuple[str, ...]) -> None:
+    for task in tasks:
+        _run(model, task, _plan(task, (learning_rate,), seeds), folder)
+
+
+def choose_learning_rate(model: Path, folder: Path) -> float:
+    """The model's best rate on one task's validation split, one seed; the other tasks take it."""
+    _run(model, TUNED_ON, _plan(TUNED_ON, LEARNING_RATES, 1), folder)
+    settings = [entry for entry in load_results(folder)["tasks"][TUNED_ON]["settings"] if _is_fine_tuned(entry)]
+    first_seed = {
+        entry["setting"]["learning_rate"]: entry["scores"]["validation"]["accuracy"]["values"][0] for entry in settings
+    }
+    return max(first_seed, key=first_seed.__getitem__)
+
+
+def _is_fine_tuned(entry: dict) -> bool:
+    return entry["setting"]["mode"] == "finetune"
+
+
+def _plan(task: str, rates: tuple[float, ...], seeds: int) -> Plan:
+    batch_size, epochs = TASKS[task]
+    return Plan(
+        learning_rates=rates,
+        batch_sizes=(batch_size,),
+        epochs=(epochs,),
+        seeds=seeds,
+        attention="eager",
+        precision="bf16",
+        metrics="sklearn",
+        quiet=True,
+    )
+
+
+def _run(model: Path, task: str, plan: Plan, folder: Path) -> None:
+    if not run_task(str(model), DataOptions(task), plan, folder):
+        raise RuntimeError(f"{task}: a cell of {folder} failed; see above, and start the same command again")
+
+
+def sample_loss(model: str | Path, text: Path = SAMPLE, **loading: object) -> dict[str, float]:
+    """Loss (nats) and accuracy on the hidden tokens of a text, one line a sequence; masks are a function of seed 0.
+
+    Args:
+        model: folder or Hub name.
+        loading: for ``from_pretrained``, as ``trust_remote_code=True``.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model, **loading)
+    network = AutoModelForMaskedLM.from_pretrained(model, dtype=torch.float32, **loading).eval()
+    lines = [tokenizer(line, truncation=True, max_length=128) for line in text.read_text("utf-8").splitlines()]
+    batch = DataCollatorForMaeLm(tokenizer, 0.15, seed=0)(lines)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    with torch.inference_mode():
+        logits = network(**inputs).logits  # (lines, length, vocabulary)
+    hidden = inputs["labels"] != -100
+    logits, targets = logits[hidden], inputs["labels"][hidden]
+    return {
+        "loss": torch.nn.functional.cross_entropy(logits, targets).item(),
+        "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
+        "hidden_tokens": len(targets),
+    }
+
+
+def measure_released(model: Path, measured: Path, name: str) -> None:
+    """Everything of the released weights; the ranks of the fine-tuned encoders are those of the best on validation."""
+    measure_ranks(model, measured / "ranks" / name / "final")
+    write_json(measured / "sample" / f"{name}.json", sample_loss(model))
+    scores = measured / "tasks" / name
+    score_frozen(model, scores, tuple(TASKS), SEEDS)
+    fine_tune(model, scores, choose_learning_rate(model, scores), SEEDS, tuple(TASKS))
+    for task in TASKS:
+        measure_ranks(scores / task / "model", measured / "ranks" / name / f"after-{task}")
