@@ -29,15 +29,17 @@ import torch
 import typer
 
 from . import pretrain as pretraining
-from . import study_measure
+from . import study_figures, study_measure, study_report, study_results
 from .console import console, help_text
 from .finetune_report import environment, write_json
 from .recipe import Recipe, load_recipe
-from .release import round_to_bf16
+from .release import publish_into, round_to_bf16
 from .step_time import cpu_seconds_a_step
 
 RECIPE = Path(__file__).parent / "recipes" / "mini-released.yaml"
 OUT = Path("runs/released")
+STUDY = Path("model_cards/study")
+PAGE = Path("model_cards/STUDY.md")
 STEPS = 4000  # of MLM; MAE-LM gets as many as take the same time
 COOLED_FROM = 1250  # the step at which the short arms begin to decay
 SHORT_STEPS = 1500
@@ -203,6 +205,51 @@ def measure(arms: list[str] = NAMES) -> None:
                 along = measured / "frozen" / f"{name}-{checkpoint.name}"
                 study_measure.score_frozen(checkpoint, along, study_measure.CURVE_TASKS, 1)
             study_measure.measure_released(run / "rounded", measured, name)
+
+
+@app.command()
+def report() -> None:
+    """Tables and figures of the page, and the pair's folders with their cards."""
+    with _one_line_errors():
+        measured = OUT / "measured"
+        finished = {name: arm.objective for name, arm in ARMS.items() if (OUT / name / "final").is_dir()}
+        ranks = study_results.rank_rows(measured / "ranks", finished)
+        scores = study_results.score_rows(measured / "tasks", {name: finished[name] for name in LONG_ARMS})
+        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times())
+        frozen = study_results.final_frozen_scores(measured, finished, study_measure.CURVE_TASKS)
+        STUDY.mkdir(exist_ok=True)
+        for name, table in (("ranks", ranks), ("scores", scores), ("curves", curves)):
+            table.to_csv(STUDY / f"{name}.csv", index=False, float_format="%.6g")
+        study_figures.draw_ranks(ranks, STUDY / "ranks.png")
+        study_figures.draw_curves(curves, ranks, STUDY / "curves.png")
+        study_figures.draw_scores(scores, STUDY / "scores.png")
+        ratios = {name: arm.mask_ratio for name, arm in ARMS.items()}
+        study_report.fill_tables(PAGE, study_report.all_tables(ranks, scores, curves, frozen, ratios))
+        for name in LONG_ARMS:
+            console.print(str(_publish(name)))
+
+
+def _publish(name: str) -> Path:
+    """The arm's folder in `model_cards/`, its card filled from the measurements alone."""
+    measured, seconds = OUT / "measured", step_times()[ARMS[name].objective]
+    summary = json.loads((OUT / name / "summary.json").read_text())
+    # The run's own seconds are those of a thread that shared its core.
+    used = summary["steps"] * seconds
+    summary |= {"seconds": used, "tokens_per_second": summary["tokens"] / used, "share_of_peak": None}
+    summary["samples"] = {str(study_measure.SAMPLE): json.loads((measured / "sample" / f"{name}.json").read_text())}
+    folder = measured / "card" / name
+    write_json(folder / "summary.json", summary)
+    shutil.copyfile(OUT / name / "recipe.yaml", folder / "recipe.yaml")
+    return publish_into(
+        STUDY.parent,
+        f"{name}-mini",
+        OUT / name / "rounded",
+        training_summary=folder,
+        results=measured / "tasks" / name,
+        rank_report=measured / "ranks" / name / "final",
+        license="apache-2.0",
+        data_license="of each source, from MIT to GPL-3.0 and CC-BY-SA: results/corpus/README.md",
+    )
 
 
 if __name__ == "__main__":

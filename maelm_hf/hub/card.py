@@ -268,6 +268,10 @@ def _pretraining(training: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Held-out loss on hidden tokens (nats)", _number(training.get("held_out_loss"))),
         ("Held-out accuracy on hidden tokens", _number(training.get("held_out_accuracy"))),
+        *(
+            (f"Loss on hidden tokens of {name} (nats)", f"{found['loss']:.4f}")
+            for name, found in training.get("samples", {}).items()
+        ),
     ]
 
 

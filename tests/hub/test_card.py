@@ -17,9 +17,7 @@ from maelm_hf import MaeLmForSequenceClassification
 from maelm_hf.hub import export_native
 from maelm_hf.hub.publish import build_folder
 
-RELEASED = sorted(
-    path for path in (Path(__file__).resolve().parents[2] / "model_cards").glob("*.md") if path.name != "README.md"
-)
+RELEASED = sorted((Path(__file__).resolve().parents[2] / "model_cards").glob("*/README.md"))
 SECTIONS = [
     "How to use",
     "Training data",

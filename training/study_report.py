@@ -1,0 +1,153 @@
+# Copyright 2026 The maelm_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tables inside `model_cards/STUDY.md`: they stand between `<!-- table: NAME -->` and `<!-- end -->`, and are
+written anew from the measurements; the words between them are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from .console import markdown
+from .study_results import difference, share_of_compute
+
+
+def all_tables(
+    ranks: pd.DataFrame,
+    scores: pd.DataFrame,
+    curves: pd.DataFrame,
+    frozen: Mapping[str, float],
+    ratios: Mapping[str, float],
+) -> dict[str, str]:
+    """Name -> table in Markdown. ``frozen``: arm -> score at its end; ``ratios``: arm -> mask ratio."""
+    tables = {f"scores-{mode}": score_table(scores, mode) for mode in ("finetune", "mean", "first", "words")}
+    tables |= {"ranks-1": rank_table(ranks, "rank_power_1"), "ranks-2": rank_table(ranks, "rank_power_2")}
+    tables |= {"deficiency": deficiency_table(ranks), "arms": arm_table(curves, frozen, ratios)}
+    return tables | {"after": after_table(ranks), "share": share_table(curves)}
+
+
+def after_table(ranks: pd.DataFrame) -> str:
+    """A task a row: rank of the last layer on clean held-out text, before and after fine-tuning on it."""
+    last = ranks[(ranks["layer"] == ranks["layer"].max()) & (ranks["population"] == "unmasked")]
+    rows = []
+    for when in dict.fromkeys(last["when"]):
+        if when == "final" or when.startswith("after-"):
+            part = last[last["when"] == when].set_index("arm")
+            cells = [
+                str(part.loc[arm, f"rank_power_{power}"]) if arm in part.index else ""
+                for power in (1, 2)
+                for arm in ("mlm", "mae-lm")
+            ]
+            rows.append(["before" if when == "final" else when.removeprefix("after-"), *cells])
+    return markdown(["fine-tuned on", "MLM, σ", "MAE-LM, σ", "MLM, σ²", "MAE-LM, σ²"], rows)
+
+
+def share_table(curves: pd.DataFrame) -> str:
+    """A measure a row: at what share of MLM's processor time MAE-LM has its last value under a constant rate."""
+    rows = []
+    for measure in (column for column in curves.columns if column.startswith("frozen_")):
+        share = share_of_compute(curves, measure)
+        rows.append([measure.removeprefix("frozen_"), "not reached" if share is None else f"{share:.0%}"])
+    return markdown(["frozen accuracy", "share of MLM's time"], rows)
+
+
+def score_table(scores: pd.DataFrame, mode: str) -> str:
+    """A task a row: mean of the seeds, and the difference with its interval; in percent, on test."""
+    rows = []
+    part = scores[(scores["mode"] == mode) & (scores["split"] == "test")]
+    gaps = []
+    for task, of_task in part.groupby("task", sort=False):
+        values = {arm: 100 * of_task[of_task["arm"] == arm]["accuracy"].to_numpy() for arm in ("mlm", "mae-lm")}
+        gap, low, high = difference(values["mae-lm"], values["mlm"])
+        gaps.append(gap)
+        means = [f"{values[arm].mean():.1f} ± {values[arm].std(ddof=1):.1f}" for arm in ("mlm", "mae-lm")]
+        rows.append([task, *means, f"{gap:+.1f} [{low:+.1f}, {high:+.1f}]"])
+    if rows:
+        rows.append([f"mean of {len(rows)}", *_column_means(part), f"{np.mean(gaps):+.1f}"])
+    return markdown(["task", "MLM", "MAE-LM", "difference [95 % over seeds]"], rows)
+
+
+def _column_means(part: pd.DataFrame) -> list[str]:
+    by_task = part.groupby(["arm", "task"])["accuracy"].mean()
+    return [f"{100 * by_task[arm].mean():.1f}" for arm in ("mlm", "mae-lm")]
+
+
+def rank_table(ranks: pd.DataFrame, key: str, when: str = "final") -> str:
+    """A layer a row: MLM's four populations, and MAE-LM's two that it has."""
+    part = ranks[ranks["when"] == when]
+    columns = [(arm, population) for arm in ("mlm", "mae-lm") for population in _populations(part, arm)]
+    rows = []
+    for layer in sorted(part["layer"].unique()):
+        cells = []
+        for arm, population in columns:
+            chosen = part[(part["arm"] == arm) & (part["layer"] == layer) & (part["population"] == population)]
+            cells.append(str(chosen[key].iloc[0]) if len(chosen) else "")
+        rows.append([str(layer) if layer else "embeddings", *cells])
+    titles = {"mlm": "MLM", "mae-lm": "MAE-LM"}
+    return markdown(["layer", *(f"{titles[arm]}, {population}" for arm, population in columns)], rows)
+
+
+def _populations(part: pd.DataFrame, arm: str) -> list[str]:
+    return list(dict.fromkeys(part[part["arm"] == arm]["population"]))
+
+
+def deficiency_table(ranks: pd.DataFrame) -> str:
+    """An arm a row, of the last layer at the end: rank of clean input (and deficiency) by four definitions, energy."""
+    rows = []
+    for arm in dict.fromkeys(ranks["arm"]):
+        part = ranks[(ranks["arm"] == arm) & (ranks["when"] == "final")]
+        if part.empty:
+            continue
+        last = part[part["layer"] == part["layer"].max()].set_index("population")
+        cells = []
+        for key in ("rank_power_1", "rank_power_2", "rank_power_1_centred", "rank_power_2_centred"):
+            clean, masked = last.loc["unmasked", key], last.loc["masked/all", key]
+            cells.append(f"{clean} ({masked - clean:+d})")
+        energy = last["mask_energy_outside"].get("masked/[MASK]", np.nan)
+        rows.append([arm, last["objective"].iloc[0], *cells, "–" if np.isnan(energy) else f"{energy:.1%}"])
+    header = ["arm", "objective", "σ", "σ²", "σ, centred", "σ², centred", "[MASK] energy outside the real subspace"]
+    return markdown(header, rows)
+
+
+def arm_table(curves: pd.DataFrame, frozen: Mapping[str, float], ratios: Mapping[str, float]) -> str:
+    """An arm a row: what it saw, and what it reached."""
+    rows = []
+    for arm, part in curves.groupby("arm", sort=False):
+        last = part.iloc[-1]
+        score = f"{100 * frozen[arm]:.1f}" if arm in frozen else "not measured"
+        rows.append(
+            [
+                str(arm),
+                last["objective"],
+                f"{ratios[arm]:.2f}",
+                f"{last['step']:,}",
+                f"{last['tokens'] / 1e6:.1f}",
+                f"{last['cpu_minutes']:.0f}",
+                f"{last['held_out_loss']:.3f}",
+                f"{last['held_out_accuracy']:.3f}",
+                score,
+            ]
+        )
+    header = ["arm", "objective", "mask ratio", "steps", "million tokens", "CPU minutes", "held-out loss"]
+    return markdown([*header, "held-out accuracy", "frozen, mean of 6 tasks"], rows)
+
+
+def fill_tables(page: Path, tables: Mapping[str, str]) -> None:
+    """Puts each table where the page has its marks.
+
+    Raises:
+        ValueError: the page asks for a table that there is not.
+    """
+
+    def replace(match: re.Match) -> str:
+        if match[1] not in tables:
+            raise ValueError(f"{page} asks for the table {match[1]!r}; there are {', '.join(tables)}")
+        return f"<!-- table: {match[1]} -->\n\n{tables[match[1]].strip()}\n\n<!-- end -->"
+
+    text = page.read_text("utf-8")
+    page.write_text(re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", replace, text, flags=re.DOTALL), "utf-8")
