@@ -157,7 +157,7 @@ def test_a_card_of_every_form_has_the_pattern(name, folders):
     check_pattern((folders[name] / "README.md").read_text())
 
 
-@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.parent.name)
 def test_every_released_card_has_the_pattern(path):
     check_pattern(path.read_text())
 
