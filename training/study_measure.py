@@ -35,7 +35,7 @@ TASKS = {
     "sentences_yelp": (16, 10.0),
     "bbc": (32, 4.0),
     "spam": (32, 3.0),
-    "brown_pos": (32, 1.0),
+    "brown_pos": (32, 0.5),
 }
 CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc", "spam")
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)

@@ -299,6 +299,19 @@ def test_the_frozen_probe_scores_what_scikit_learn_scores_on_the_same_features(m
     assert found["scores"] == found["pooled"][found["pool"]]
 
 
+def test_the_frozen_probe_of_tags_tells_words_apart(model, tmp_path):
+    lines = ["john B\nlived O\nin O\nparis B\n", "mary B\nsleeps O\n", "the O\ndog O\neats O\n"]
+    path = tmp_path / "tags.conll"
+    path.write_text("\n".join(lines * 8))
+    arguments = ["--task", "tokens", "--train", path, "--validation", path, "--frozen", "--attention", "eager"]
+    code, output = command(model, *arguments, "--out", tmp_path, "--quiet")
+    assert code == 0, output
+    (found,) = cells(tmp_path, "tokens").values()
+    assert found["scores"]["validation"]["accuracy"] == 1.0
+    features = dict(np.load(next((tmp_path / "tokens").glob("features_*.npz"))))
+    assert features["train/tags"].shape == features["validation/tags"].shape == (8 * 9,)
+
+
 def test_question_answering_has_no_frozen_probe(model, tmp_path):
     entry = {"id": "1", "question": "where ?", "answers": [{"text": "paris", "answer_start": 0}]}
     (tmp_path / "qa.json").write_text(json.dumps({"data": [{"paragraphs": [{"context": "paris", "qas": [entry]}]}]}))
