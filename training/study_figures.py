@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .study_results import TAU, difference, last_layer
+from .study_results import TAU, difference, last_layer, sampling_error
 
 COLOURS = {"MAE-LM": "#D55E00", "MLM": "#0072B2"}
 MARKERS = {"MAE-LM": "s", "MLM": "^"}
@@ -38,6 +38,7 @@ def draw_ranks(ranks: pd.DataFrame, path: Path) -> None:
                     _line(axis, line["layer"], line[f"rank_power_{power}"], objective, linestyle=style, label=label)
         axis.set(xlabel="layer (0: embeddings)", ylabel=f"effective rank (of {part['dim'].iloc[0]})")
         axis.set_title(f"{TAU:.0%} of the sum of {of}", fontsize=10)
+        axis.set_xticks(sorted(part["layer"].unique()))
         axis.set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=160)
@@ -60,7 +61,7 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
             _line(rank, over_time["minutes"], y, objective, linestyle=style, label=f"{objective}, {of}")
             gap = over_time[f"masked_{power}"] - y
             _line(deficiency, over_time["minutes"], gap, objective, linestyle=style, label=f"{objective}, {of}")
-    loss.set(ylabel="loss on hidden tokens (nats)", title="Held-out loss (of different predictors: see the page)")
+    loss.set(ylabel="loss on hidden tokens (nats)", title="Held-out loss")
     frozen.set(ylabel="test accuracy (%), mean of 6 tasks", title="Frozen encoder, linear probe")
     rank.set(ylabel="effective rank, last layer", title="Rank of clean input")
     deficiency.set(ylabel="dimensions", title="Deficiency: rank of masked less rank of clean input")
@@ -73,28 +74,30 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
 
 
 def draw_scores(scores: pd.DataFrame, path: Path) -> None:
-    """The difference of the twins on every task with its interval over seeds, by mode."""
+    """The difference of the twins on every task, by mode: bars over seeds, pale ones for the size of the test set."""
     part = scores[scores["split"] == "test"]
     tasks = list(dict.fromkeys(part["task"]))
     figure = Figure(figsize=(9, 0.75 * len(tasks) + 1.2), layout="constrained")
     axis = figure.subplots()
     for row, task in enumerate(tasks):
-        modes = [mode for mode in MODES if len(part[(part["task"] == task) & (part["mode"] == mode)])]
+        of_task = part[part["task"] == task]
+        modes = [mode for mode in MODES if mode in set(of_task["mode"])]
         for place, mode in enumerate(modes):
-            chosen = part[(part["task"] == task) & (part["mode"] == mode)]
-            values = [100 * chosen[chosen["arm"] == arm]["accuracy"].to_numpy() for arm in ("mae-lm", "mlm")]
-            gap, low, high = difference(*values)
+            chosen = of_task[of_task["mode"] == mode]
+            mae, mlm = (chosen[chosen["arm"] == arm]["accuracy"].to_numpy() for arm in ("mae-lm", "mlm"))
+            gap, low, high = (100 * value for value in difference(mae, mlm))
+            error = 100 * sampling_error(mae.mean(), mlm.mean(), int(chosen["examples"].iloc[0]))
             name, colour, marker = MODES[mode]
             y = row + 0.22 * (place - (len(modes) - 1) / 2)
+            axis.errorbar(gap, y, xerr=error, color=colour, alpha=0.25, linewidth=5, zorder=1)
+            style = {"fmt": marker, "color": colour, "markersize": 5, "capsize": 3, "zorder": 2}
             known = axis.get_legend_handles_labels()[1]
-            label = None if name in known else name
-            spread = [[gap - low], [high - gap]]
-            axis.errorbar(gap, y, xerr=spread, fmt=marker, color=colour, markersize=5, capsize=3, label=label)
+            axis.errorbar(gap, y, xerr=[[gap - low], [high - gap]], label=None if name in known else name, **style)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(tasks)), tasks)
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.25)
-    axis.set(xlabel="MAE-LM less MLM, points of test accuracy (bars: 95 % over five seeds of fine-tuning or probe)")
+    axis.set_xlabel("MAE-LM less MLM, points of test accuracy (thin: 95 % over seeds; pale: 95 % for the size of test)")
     axis.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(path, dpi=160)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from .console import markdown
-from .study_results import difference, share_of_compute
+from .study_results import difference, sampling_error, share_of_compute
 
 
 def all_tables(
@@ -35,15 +35,14 @@ def after_table(ranks: pd.DataFrame) -> str:
     """A task a row: rank of the last layer on clean held-out text, before and after fine-tuning on it."""
     last = ranks[(ranks["layer"] == ranks["layer"].max()) & (ranks["population"] == "unmasked")]
     rows = []
-    for when in dict.fromkeys(last["when"]):
-        if when == "final" or when.startswith("after-"):
-            part = last[last["when"] == when].set_index("arm")
-            cells = [
-                str(part.loc[arm, f"rank_power_{power}"]) if arm in part.index else ""
-                for power in (1, 2)
-                for arm in ("mlm", "mae-lm")
-            ]
-            rows.append(["before" if when == "final" else when.removeprefix("after-"), *cells])
+    for when in ["final", *(when for when in dict.fromkeys(last["when"]) if when.startswith("after-"))]:
+        part = last[last["when"] == when].set_index("arm")
+        cells = [
+            str(part.loc[arm, f"rank_power_{power}"]) if arm in part.index else ""
+            for power in (1, 2)
+            for arm in ("mlm", "mae-lm")
+        ]
+        rows.append(["before" if when == "final" else when.removeprefix("after-"), *cells])
     return markdown(["fine-tuned on", "MLM, σ", "MAE-LM, σ", "MLM, σ²", "MAE-LM, σ²"], rows)
 
 
@@ -57,19 +56,21 @@ def share_table(curves: pd.DataFrame) -> str:
 
 
 def score_table(scores: pd.DataFrame, mode: str) -> str:
-    """A task a row: mean of the seeds, and the difference with its interval; in percent, on test."""
-    rows = []
+    """A task a row: mean and spread of the seeds, their difference and its two uncertainties; in percent, on test."""
+    rows, gaps = [], []
     part = scores[(scores["mode"] == mode) & (scores["split"] == "test")]
-    gaps = []
     for task, of_task in part.groupby("task", sort=False):
-        values = {arm: 100 * of_task[of_task["arm"] == arm]["accuracy"].to_numpy() for arm in ("mlm", "mae-lm")}
-        gap, low, high = difference(values["mae-lm"], values["mlm"])
+        values = {arm: of_task[of_task["arm"] == arm]["accuracy"].to_numpy() for arm in ("mlm", "mae-lm")}
+        gap, low, high = (100 * value for value in difference(values["mae-lm"], values["mlm"]))
+        examples = int(of_task["examples"].iloc[0])
+        error = 100 * sampling_error(values["mae-lm"].mean(), values["mlm"].mean(), examples)
+        means = [f"{100 * values[arm].mean():.1f} ± {100 * values[arm].std(ddof=1):.1f}" for arm in ("mlm", "mae-lm")]
+        rows.append([task, *means, f"{gap:+.1f} [{low:+.1f}, {high:+.1f}]", f"± {error:.1f} ({examples:,})"])
         gaps.append(gap)
-        means = [f"{values[arm].mean():.1f} ± {values[arm].std(ddof=1):.1f}" for arm in ("mlm", "mae-lm")]
-        rows.append([task, *means, f"{gap:+.1f} [{low:+.1f}, {high:+.1f}]"])
-    if rows:
-        rows.append([f"mean of {len(rows)}", *_column_means(part), f"{np.mean(gaps):+.1f}"])
-    return markdown(["task", "MLM", "MAE-LM", "difference [95 % over seeds]"], rows)
+    if len(rows) > 1:
+        rows.append([f"mean of {len(rows)}", *_column_means(part), f"{np.mean(gaps):+.1f}", ""])
+    header = ["task", "MLM", "MAE-LM", "difference [95 % over seeds]", "95 % for the size of test (examples)"]
+    return markdown(header, rows)
 
 
 def _column_means(part: pd.DataFrame) -> list[str]:

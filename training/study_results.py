@@ -15,6 +15,7 @@ from scipy import stats
 
 from maelm_hf.probing import RankReport, effective_rank
 
+from .finetune_report import load_results
 from .monitoring import read_log
 from .recipe import load_recipe
 
@@ -46,9 +47,13 @@ def rank_rows(reports: Path, names: Mapping[str, str]) -> pd.DataFrame:
 
 
 def score_rows(tasks: Path, names: Mapping[str, str]) -> pd.DataFrame:
-    """Every cell's accuracy: the setting that is best on validation among those with the most seeds."""
+    """Every cell's accuracy: the setting that is best on validation among those with the most seeds.
+
+    ``examples`` are those of the split: texts, or sentences where words are tagged.
+    """
     rows = []
     for arm, objective in names.items():
+        sizes = {name: task["split_sizes"] for name, task in load_results(tasks / arm)["tasks"].items()}
         for folder in sorted(path for path in (tasks / arm).glob("*") if (path / "cells").is_dir()):
             cells = [json.loads(path.read_text()) for path in sorted((folder / "cells").glob("*.json"))]
             for cell in _best_setting(cells):
@@ -57,9 +62,8 @@ def score_rows(tasks: Path, names: Mapping[str, str]) -> pd.DataFrame:
                 scores = {"finetune": cell["scores"]} if fine_tuned else cell["pooled"]
                 for mode, splits in scores.items():
                     for split, metrics in splits.items():
-                        rows.append(
-                            about | {"mode": mode, "seed": seed, "split": split, "accuracy": metrics["accuracy"]}
-                        )
+                        found = {"mode": mode, "seed": seed, "split": split, "examples": sizes[folder.name][split]}
+                        rows.append(about | found | {"accuracy": metrics["accuracy"]})
     return pd.DataFrame(rows)
 
 
@@ -154,6 +158,14 @@ def difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float, flo
     test = stats.ttest_ind(first, second, equal_var=False)
     low, high = test.confidence_interval(0.95)
     return float(first.mean() - second.mean()), float(low), float(high)
+
+
+def sampling_error(first: float, second: float, examples: int) -> float:
+    """Half of the 95 % interval of a difference of two accuracies (fractions) that comes of the test set's size alone.
+
+    As if each had been measured on examples of its own; on the same ones it is less by what their errors share.
+    """
+    return 1.96 * math.sqrt((first * (1 - first) + second * (1 - second)) / examples)
 
 
 def last_layer(ranks: pd.DataFrame, arm: str, minutes: Mapping[int, float]) -> pd.DataFrame:

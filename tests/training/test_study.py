@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from training import study, study_report, study_results
+from training.finetune_report import SCHEMA, write_json
 from training.pretrain import run
 from training.recipe import recipe_from_dict
 from training.release import publish_into, round_to_bf16
@@ -90,6 +91,11 @@ class TestResults:
         assert 2.4 < (high - low) / 2 / error < 2.6  # Student's 97.5 % quantile of 5 to 6 degrees of freedom
         assert study_results.difference(np.full(5, 3.0), np.full(5, 1.0)) == (2.0, 2.0, 2.0)
 
+    def test_the_sampling_error_is_that_of_many_draws(self):
+        draws = np.random.default_rng(0).binomial(200, [0.8, 0.6], (20_000, 2)) / 200
+        spread = np.quantile(draws[:, 0] - draws[:, 1], [0.025, 0.975])
+        assert study_results.sampling_error(0.8, 0.6, 200) == pytest.approx(np.ptp(spread) / 2, rel=0.05)
+
     def test_the_best_setting_is_that_of_the_most_seeds(self, tmp_path):
         cells = tmp_path / "mlm" / "task" / "cells"
         cells.mkdir(parents=True)
@@ -100,9 +106,12 @@ class TestResults:
         pooled = {"mean": {"test": {"accuracy": 0.5}}, "first": {"test": {"accuracy": 0.4}}}
         frozen = {"cell": {"mode": "frozen", "seed": 0}, "setting": {}, "scores": {}, "pooled": pooled}
         (cells / "frozen.json").write_text(json.dumps(frozen))
+        sizes = {"task": {"split_sizes": {"validation": 10, "test": 20}}}
+        write_json(tmp_path / "mlm" / "results.json", {"schema": SCHEMA, "tasks": sizes})
         found = study_results.score_rows(tmp_path, {"mlm": "MLM"})
         test = found[found["split"] == "test"]
         assert sorted(test[test["mode"] == "finetune"]["accuracy"]) == [0.7, 0.8]
+        assert set(test["examples"]) == {20}
         assert dict(zip(test["mode"], test["accuracy"], strict=True))["first"] == 0.4
 
     def test_curves_know_their_phase(self, finished):
