@@ -15,7 +15,8 @@ reads:
      "evaluation": [{"task_type", "task_name", "dataset_type", "dataset_name", "dataset_config", "dataset_split",
                      "metric_type", "value", "seeds", "std", "setting"}]}
 
-`evaluation` has one entry for each metric and split of the best setting of each task.
+`evaluation` has one entry for each metric and split of each task's best fine-tuned setting, or, where none was
+fine-tuned, of its best frozen one.
 Settings are ordered by the median of the deciding metric on validation; test plays no part in the choice. SQuAD's
 metrics are percent, all others fractions, as their benchmarks report them; `std` is the sample standard deviation,
 null for one seed.
@@ -101,10 +102,11 @@ def group_settings(cells: list[dict], metric: str) -> list[dict]:
 
 
 def evaluation_entries(tasks: dict) -> list[dict]:
-    """One flat entry for each metric of the best setting of each task, in the terms of a model card."""
+    """One flat entry for each metric of each task's best setting, fine-tuned ones first, in a model card's terms."""
     entries = []
     for name, task in tasks.items():
-        for split, metrics in task["best"]["scores"].items():
+        best = min(task["settings"], key=lambda entry: entry["setting"]["mode"] == "frozen")  # the first of its mode
+        for split, metrics in best["scores"].items():
             for metric, summary in metrics.items():
                 entries.append(
                     {
@@ -118,7 +120,7 @@ def evaluation_entries(tasks: dict) -> list[dict]:
                         "value": summary["median"],
                         "seeds": len(summary["values"]),
                         "std": summary["std"],
-                        "setting": task["best"]["setting"],
+                        "setting": best["setting"],
                     }
                 )
     return entries

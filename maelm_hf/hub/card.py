@@ -194,8 +194,9 @@ def _eval_result(entry: Mapping[str, Any]) -> EvalResult:
 
 
 def _result_row(entry: Mapping[str, Any]) -> list[str]:
+    frozen = (entry.get("setting") or {}).get("mode") == "frozen"
     return [
-        str(entry.get("task_name") or entry["dataset_name"]),
+        str(entry.get("task_name") or entry["dataset_name"]) + (", frozen encoder" if frozen else ""),
         str(entry.get("dataset_split") or NOT_STATED),
         entry["metric_type"],
         _number(entry["value"]),

@@ -22,7 +22,7 @@ from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
 from training.finetune import app
 from training.finetune_cell import Cell, load_model, load_tokenizer, longest_input, run_cell
 from training.finetune_data import DataOptions, data_digest, load_task, model_digest
-from training.finetune_report import comparison_rows, group_settings, load_results, summarise
+from training.finetune_report import comparison_rows, evaluation_entries, group_settings, load_results, summarise
 
 SPECIAL_IDS = {"mask": "mask", "pad": "pad", "bos": "cls", "eos": "sep"}
 FAST = ["--attention", "eager", "--quiet", "--metrics", "sklearn", "--lr", "5e-3", "--batch-size", "16"]
@@ -331,6 +331,19 @@ def made_cell(seed, rate, validation, test):
         "setting": {"mode": "finetune", "learning_rate": rate, "batch_size": 8, "epochs": 1.0},
         "scores": {"validation": {"accuracy": validation}, "test": {"accuracy": test}},
     }
+
+
+def test_a_card_gets_the_fine_tuned_score_even_where_the_frozen_one_is_better():
+    def entry_of(mode, score):
+        accuracy = {"values": [score], "median": score, "std": None}
+        return {"setting": {"mode": mode}, "scores": {"test": {"accuracy": accuracy}}}
+
+    frozen, tuned = entry_of("frozen", 0.5), entry_of("finetune", 0.4)
+    task = {"kind": "classification", "dataset": {}, "best": frozen, "settings": [frozen, tuned]}
+    (entry,) = evaluation_entries({"one": task})
+    assert (entry["value"], entry["setting"]) == (0.4, {"mode": "finetune"})
+    (entry,) = evaluation_entries({"one": task | {"settings": [frozen]}})
+    assert (entry["value"], entry["setting"]) == (0.5, {"mode": "frozen"})
 
 
 def test_settings_are_chosen_by_the_median_on_validation_never_by_test():
