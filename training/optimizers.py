@@ -16,7 +16,8 @@ def build_optimizers(model: nn.Module, section: OptimizerSection) -> list[torch.
     """AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
 
     Hidden matrices are the weights of linear layers other than the output layer: embeddings, the relative-position
-    table, norms and biases are AdamW's. Norms and biases are not decayed.
+    table, norms and biases are AdamW's. Norms and biases are not decayed. What is not the encoder's has the learning
+    rate ``decoder_learning_rate`` where the section gives one.
     """
     matrices, decayed, not_decayed = _split_parameters(model)
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
@@ -27,6 +28,8 @@ def build_optimizers(model: nn.Module, section: OptimizerSection) -> list[torch.
         {"params": decayed, "weight_decay": section.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
+    if section.decoder_learning_rate is not None:
+        groups = _apart(groups, set(model.encoder.parameters()), section.decoder_learning_rate)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **adamw_settings)]
     if section.name == "muon":
         if not hasattr(torch.optim, "Muon"):
@@ -36,6 +39,16 @@ def build_optimizers(model: nn.Module, section: OptimizerSection) -> list[torch.
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def _apart(groups: list[dict], encoder: set[nn.Parameter], learning_rate: float) -> list[dict]:
+    """Every group twice: the encoder's parameters, and the others with a learning rate of their own."""
+    divided = []
+    for group in groups:
+        own = [parameter for parameter in group["params"] if parameter in encoder]
+        others = [parameter for parameter in group["params"] if parameter not in encoder]
+        divided += [group | {"params": own}, group | {"params": others, "lr": learning_rate}]
+    return divided
 
 
 def _split_parameters(model: nn.Module) -> tuple[list, list, list]:

@@ -89,6 +89,7 @@ class OptimizerSection:
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 2e-4  # of AdamW, at the end of the warm-up
+    decoder_learning_rate: float | None = None  # of decoder and head, which are new on an encoder that is not
     muon_learning_rate: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -165,6 +166,8 @@ class Recipe:
             "optimizer.eps": self.optimizer.eps,
             "optimizer.max_grad_norm": self.optimizer.max_grad_norm,
         }
+        if self.optimizer.decoder_learning_rate is not None:
+            positive["optimizer.decoder_learning_rate"] = self.optimizer.decoder_learning_rate
         if self.data.micro_batch_size != "auto":
             positive["data.micro_batch_size"] = self.data.micro_batch_size
         for key, value in positive.items():
@@ -202,6 +205,8 @@ class Recipe:
             )
         if self.optimizer.schedule == "wsd" and self.optimizer.decay_steps == 0:
             raise RecipeError("optimizer.schedule 'wsd' needs optimizer.decay_steps, the steps of its final decay.")
+        if self.optimizer.name == "muon" and self.optimizer.decoder_learning_rate is not None:
+            raise RecipeError("optimizer.decoder_learning_rate goes with adamw: set it to null to train with muon.")
         if self.optimizer.name == "muon" and self.precision == "fp16":
             raise RecipeError("precision fp16 scales the gradients of one optimizer: use bf16 or fp32 with muon.")
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.max_steps:

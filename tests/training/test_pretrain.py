@@ -91,6 +91,8 @@ class TestRecipe:
             (["--held_out_share", "0"], "held_out_share must be between 0 and 1"),
             (["--warmup_steps", "100"], "more than max_steps"),
             (["--schedule", "wsd"], "decay_steps"),
+            (["--decoder_learning_rate", "1e-3"], "goes with adamw"),
+            (["--optimizer.name", "adamw", "--decoder_learning_rate", "-1"], "decoder_learning_rate must be positive"),
             (["--precision", "fp16"], "fp16"),
             (["--mask_ratio", "15"], "data.mask_ratio must be between 0 and 1, got 15"),
             (["--mask_ratio", "0"], "data.mask_ratio must be between 0 and 1"),
@@ -171,6 +173,20 @@ class TestOptimizers:
         for group in adamw.param_groups:
             vectors = [parameter.ndim < 2 for parameter in group["params"]]
             assert set(vectors) == {group["weight_decay"] == 0}
+
+    def test_decoder_and_head_may_have_a_rate_of_their_own(self, finished):
+        model = self.model(finished[0])
+        section = OptimizerSection(learning_rate=1e-4, decoder_learning_rate=1e-3, weight_decay=0.1)
+        (adamw,) = build_optimizers(model, section)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found = {
+            names[p]: (group["peak_lr"], group["weight_decay"]) for group in adamw.param_groups for p in group["params"]
+        }
+        expected = {
+            name: (1e-4 if name.startswith("encoder.") else 1e-3, 0.1 if parameter.ndim >= 2 else 0.0)
+            for name, parameter in model.named_parameters()
+        }
+        assert found == expected
 
     @pytest.mark.parametrize("name", ["adamw", "muon"])
     def test_state_survives_as_tensors(self, finished, name):
