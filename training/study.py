@@ -4,9 +4,9 @@
 
     python -m training.corpus build --out runs/corpus
     python -m training.study pretrain          every arm below, one after another, on one thread; hours
-    python -m training.study release           model_cards/{mae-lm-mini,mlm-mini}: weights in bf16, code, tokenizer
+    python -m training.study release           the pair's weights, rounded to bf16
     python -m training.study measure           losses, ranks, frozen and fine-tuned scores; hours
-    python -m training.study report            tables and figures of the page, and the cards
+    python -m training.study report            tables and figures of the page; model_cards/{mae-lm-mini,mlm-mini}
 
 Whatever was stopped goes on by the same command; what is finished is not repeated. Arms named after a command are done
 alone, so that two processes may share them out. MAE-LM and MLM see the same text, order and masks, and get the same
@@ -153,6 +153,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
+    except typer.Exit:  # a RuntimeError too
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
