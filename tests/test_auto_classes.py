@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from toy_tokenizers import ROLES, SPECIALS
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -49,25 +50,13 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "its", "o
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    vocabulary = {
-        token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *dict.fromkeys(WORDS)])
-    }
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *dict.fromkeys(WORDS)])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        cls_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        sep_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=32,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=32, **ROLES)
 
 
 def config(tokenizer, **settings):

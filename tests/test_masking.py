@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader
+from toy_tokenizers import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 from maelm_hf import MaeLmConfig, MaeLmForMaskedLM
@@ -22,26 +23,8 @@ TEXT = (
 ) * 4
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-    )
+def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level_tokenizer([TEXT], 300)
 
 
 def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
@@ -63,7 +46,7 @@ def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_level_tokenizer()
+    return byte_pair_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -239,14 +222,14 @@ class TestBatch:
         assert collator.stray_mask_tokens == 10
 
     def test_stray_mask_ids_are_refused_without_an_unknown_token(self):
-        tokenizer = byte_level_tokenizer()
+        tokenizer = byte_pair_tokenizer()
         tokenizer.unk_token = None
         with pytest.raises(ValueError, match="holds the mask token"):
             DataCollatorForMaeLm(tokenizer)([{"input_ids": [0, 40, 4, 2]}])
 
 
 class TestWholeWords:
-    @pytest.mark.parametrize("make", [byte_level_tokenizer, wordpiece_tokenizer])
+    @pytest.mark.parametrize("make", [byte_pair_tokenizer, wordpiece_tokenizer])
     @pytest.mark.parametrize("with_word_ids", [True, False])
     def test_words_are_hidden_whole(self, make, with_word_ids):
         tokenizer = make()
@@ -394,7 +377,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("role", ["mask_token", "pad_token"])
     def test_missing_token(self, role):
-        tokenizer = byte_level_tokenizer()
+        tokenizer = byte_pair_tokenizer()
         setattr(tokenizer, role, None)
         with pytest.raises(ValueError, match=f"{role}_id"):
             DataCollatorForMaeLm(tokenizer)

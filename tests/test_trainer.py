@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from toy_tokenizers import ROLES, SPECIALS
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
@@ -15,20 +16,12 @@ from transformers import (
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM, MaeLmForSequenceClassification
 
-SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *map(chr, range(97, 123))])}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
-        bos_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-    )
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **ROLES)
 
 
 def texts(count, seed=0):

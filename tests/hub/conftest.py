@@ -10,35 +10,13 @@ from pathlib import Path
 
 import pytest
 from hub_helpers import TEXT, VOCABULARY
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from toy_tokenizers import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with RoBERTa's special tokens, ids 0 to 4."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXT, trainer)
-    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=64,
-        bos_token="<s>",
-        cls_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        sep_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-    )
+    return byte_level_tokenizer(TEXT, VOCABULARY, model_max_length=64)
 
 
 WITHOUT_PACKAGE = """
