@@ -448,13 +448,13 @@ class Pretraining:
         # Of weights that were gathered or copied, the tied matrix is there twice.
         weights = {name: tensor for name, tensor in weights.items() if name not in model.all_tied_weights_keys}
         model.save_pretrained(folder, state_dict=weights)
-        self.text.tokenizer.save_pretrained(folder)
+        self.text.tokenizer_as_loaded.save_pretrained(folder)
 
     def _write_encoder(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """The continued encoder as the stock model that it is, with its tokenizer."""
         own = {name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")}
         self._unwrapped().encoder.save_pretrained(folder, state_dict=own)
-        self.text.tokenizer.save_pretrained(folder)
+        self.text.tokenizer_as_loaded.save_pretrained(folder)
 
     def _unwrapped(self) -> MaeLmForMaskedLM:
         return self.accelerator.unwrap_model(self.model)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import hashlib
@@ -44,6 +45,7 @@ class Text:
         training: blocks of all sources; None where they are streamed.
         sources: one, or those of a mixture.
         digests: of corpus (None: cannot be checked) and tokenizer.
+        tokenizer_as_loaded: the one to save; every call leaves its padding and truncation behind in the other.
     """
 
     description: str
@@ -52,6 +54,7 @@ class Text:
     training: Blocks | MixedBlocks | None
     sources: list[Source]
     digests: dict[str, str | None]
+    tokenizer_as_loaded: PreTrainedTokenizerBase
 
 
 def prepare_text(recipe: Recipe, say: Callable[[str], None]) -> Text:
@@ -88,6 +91,7 @@ def _prepare(recipe: Recipe, cache: Path, say: Callable[[str], None]) -> Text:
         digest = hashlib.sha256(json.dumps([corpus.digest for corpus in corpora]).encode()).hexdigest()
 
     tokenizer = load_tokenizer(recipe, corpora, shares, cache)
+    as_loaded = copy.deepcopy(tokenizer)
     if recipe.corpus.streaming:
         held_out = [held_out_blocks(recipe, corpora[0].documents, tokenizer)]
         training, size = None, "streamed text"
@@ -104,7 +108,7 @@ def _prepare(recipe: Recipe, cache: Path, say: Callable[[str], None]) -> Text:
     say(f"text: {size}, {sum(map(len, held_out)):,} blocks held out, vocabulary of {len(tokenizer):,}")
     sources = [Source(*source) for source in zip(names, shares, held_out, strict=True)]
     digests = {"corpus": digest, "tokenizer": tokenizer_digest(tokenizer)}
-    return Text(description, corpora, tokenizer, training, sources, digests)
+    return Text(description, corpora, tokenizer, training, sources, digests, as_loaded)
 
 
 def load_corpora(recipe: Recipe, cache: Path) -> tuple[list[str], list[float], list[Corpus]]:

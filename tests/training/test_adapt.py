@@ -105,6 +105,9 @@ def test_from_the_command_line_to_the_comparison(twin, files, tmp_path):
     before = AutoModel.from_pretrained(files[1])
     assert not torch.equal(before.embeddings.word_embeddings.weight, encoder.embeddings.word_embeddings.weight)
 
+    own, saved = (json.loads((folder / "tokenizer.json").read_text()) for folder in (files[1], run / "encoder"))
+    assert saved == own  # nothing of the calls in between: no truncation, no padding
+
     # It was looked at before, during and after.
     assert [row["step"] for row in read_log(run / "evaluations.jsonl")] == [0, 3, 6]
     assert [row["step"] for row in read_log(run / "ranks.jsonl")] == ([0, 6] if twin == "mlm" else [0, 3, 6])
@@ -130,6 +133,9 @@ def test_from_the_command_line_to_the_comparison(twin, files, tmp_path):
     for scores in found["scores"].values():
         assert {len(values) for values in scores.values()} == {1}
     assert found["scores"]["frozen"]["before"] == [1.0]  # two words tell the classes apart
+
+    # Finished, the same command writes and scores the same once more.
+    assert pretrain.main(command(tmp_path, *files, "--twin", twin, *options)) == 0
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, tmp_path):

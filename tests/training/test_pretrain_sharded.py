@@ -175,7 +175,7 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     from training.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(iter([["some words to begin with"]]), 300, 32)
-    run = SimpleNamespace(_unwrapped=new_model, text=SimpleNamespace(tokenizer=tokenizer))
+    run = SimpleNamespace(_unwrapped=new_model, text=SimpleNamespace(tokenizer_as_loaded=tokenizer))
     Pretraining._write_model(run, folder, weights)
 
 
