@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, BertModel
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, BertModel, pipeline
 
 from maelm_hf import DataCollatorForMaeLm
 from maelm_hf.hub import export_native
+from training.study_measure import FILL_MASK
 
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
 RELEASED = sorted(path.parent for path in CARDS.glob("*/model.safetensors"))
@@ -101,3 +102,11 @@ def test_as_stock_bert(folder, tmp_path):
         with torch.inference_mode():
             loss = loss_of(model(**masked).logits, batch["labels"])
         assert loss == pytest.approx(loss_on_the_card(folder), abs=TOLERANCE)
+
+
+def test_sensible_words_for_a_mask_are_among_the_five_likeliest_and_on_the_card(folder):
+    fill = pipeline("fill-mask", model=str(folder), top_k=5, device="cpu")
+    for text, sensible in FILL_MASK.items():
+        words = [guess["token_str"].strip() for guess in fill(text)]
+        assert set(words) & set(sensible), words
+        assert f"- {text} → {', '.join(f'`{word}`' for word in words)}\n" in card(folder)

@@ -217,8 +217,8 @@ def report() -> None:
         finished = {name: arm.objective for name, arm in ARMS.items() if (OUT / name / "final").is_dir()}
         ranks = study_results.rank_rows(measured / "ranks", finished)
         scores = study_results.score_rows(measured / "tasks", {name: finished[name] for name in LONG_ARMS})
-        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times())
         frozen = study_results.final_frozen_scores(measured, finished, study_measure.CURVE_TASKS)
+        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times(), frozen)
         STUDY.mkdir(exist_ok=True)
         for name, table in (("ranks", ranks), ("scores", scores), ("curves", curves)):
             table.to_csv(STUDY / f"{name}.csv", index=False, float_format="%.6g")
@@ -239,6 +239,7 @@ def _publish(name: str) -> Path:
     used = summary["steps"] * seconds
     summary |= {"seconds": used, "tokens_per_second": summary["tokens"] / used, "share_of_peak": None}
     summary["samples"] = {str(study_measure.SAMPLE): json.loads((measured / "sample" / f"{name}.json").read_text())}
+    summary["fill_mask"] = json.loads((measured / "words" / f"{name}.json").read_text())
     folder = measured / "card" / name
     write_json(folder / "summary.json", summary)
     shutil.copyfile(OUT / name / "recipe.yaml", folder / "recipe.yaml")

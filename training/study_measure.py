@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from maelm_hf import DataCollatorForMaeLm
 from maelm_hf.probing import probe_rank
@@ -38,6 +38,12 @@ TASKS = {
     "brown_pos": (32, 0.5),
 }
 CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc", "spam")
+# Said before any model had seen them. Each names words of which one at least should be among the five likeliest.
+FILL_MASK = {
+    "He lived in the city for many [MASK].": ("years", "days", "months", "weeks", "decades", "generations"),
+    "She opened the door and went [MASK] the house.": ("into", "to", "through", "inside", "in", "around"),
+    "The book was written [MASK] a famous author.": ("by",),
+}
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
 TUNED_ON = "rotten_tomatoes"
 
@@ -121,10 +127,23 @@ def sample_loss(model: str | Path, text: Path = SAMPLE, **loading: object) -> di
     }
 
 
+def fill_mask(model: str | Path, **loading: object) -> list[dict]:
+    """The five likeliest words for the [MASK] of each sentence of ``FILL_MASK``, likeliest first."""
+    tokenizer = AutoTokenizer.from_pretrained(model, **loading)
+    network = AutoModelForMaskedLM.from_pretrained(model, dtype=torch.float32, **loading)
+    fill = pipeline("fill-mask", model=network, tokenizer=tokenizer, device="cpu", top_k=5)
+    found = []
+    for text in FILL_MASK:
+        words = [guess["token_str"].strip() for guess in fill(text.replace("[MASK]", tokenizer.mask_token))]
+        found.append({"text": text, "words": words})
+    return found
+
+
 def measure_released(model: Path, measured: Path, name: str) -> None:
     """Everything of the released weights; the ranks of the fine-tuned encoders are those of the best on validation."""
     measure_ranks(model, measured / "ranks" / name / "final")
     write_json(measured / "sample" / f"{name}.json", sample_loss(model))
+    write_json(measured / "words" / f"{name}.json", fill_mask(model))
     scores = measured / "tasks" / name
     score_frozen(model, scores, tuple(TASKS), SEEDS)
     fine_tune(model, scores, choose_learning_rate(model, scores), SEEDS, tuple(TASKS))

@@ -28,7 +28,31 @@ def all_tables(
     tables = {f"scores-{mode}": score_table(scores, mode) for mode in ("finetune", "mean", "first", "words")}
     tables |= {"ranks-1": rank_table(ranks, "rank_power_1"), "ranks-2": rank_table(ranks, "rank_power_2")}
     tables |= {"deficiency": deficiency_table(ranks), "arms": arm_table(curves, frozen, ratios)}
-    return tables | {"after": after_table(ranks), "share": share_table(curves)}
+    tables |= {"after": after_table(ranks), "share": share_table(curves)}
+    return tables | {"equal-tokens": equal_tokens_table(curves, ranks)}
+
+
+def equal_tokens_table(curves: pd.DataFrame, ranks: pd.DataFrame) -> str:
+    """A step a row at which both long arms were scored before either cooled down: loss, score, rank (deficiency)."""
+    stable = curves[(curves["phase"] == "stable") & curves["frozen_mean"].notna()]
+    by_step = {arm: stable[stable["arm"] == arm].set_index("step") for arm in ("mlm", "mae-lm")}
+    rows = []
+    for step in by_step["mlm"].index.intersection(by_step["mae-lm"].index):
+        both = [by_step[arm].loc[step] for arm in by_step]
+        cells = [f"{step:,}", f"{both[0]['tokens'] / 1e6:.1f}"]
+        cells += ["" if np.isnan(row["held_out_loss"]) else f"{row['held_out_loss']:.3f}" for row in both]
+        cells += [f"{100 * row['frozen_mean']:.1f}" for row in both]
+        cells += [_rank_of_last_layer(ranks, arm, f"step-{step:09d}", power) for power in (1, 2) for arm in by_step]
+        rows.append(cells)
+    measures = ("held-out loss", "frozen", "σ", "σ²")
+    titles = [f"{arm}, {measure}" for measure in measures for arm in ("MLM", "MAE-LM")]
+    return markdown(["step", "million tokens", *titles], rows)
+
+
+def _rank_of_last_layer(ranks: pd.DataFrame, arm: str, when: str, power: int) -> str:
+    part = ranks[(ranks["arm"] == arm) & (ranks["when"] == when)]
+    last = part[part["layer"] == part["layer"].max()].set_index("population")[f"rank_power_{power}"]
+    return f"{last['unmasked']} ({last['masked/all'] - last['unmasked']:+d})"
 
 
 def after_table(ranks: pd.DataFrame) -> str:
@@ -49,10 +73,11 @@ def after_table(ranks: pd.DataFrame) -> str:
 def share_table(curves: pd.DataFrame) -> str:
     """A measure a row: at what share of MLM's processor time MAE-LM has its last value under a constant rate."""
     rows = []
-    for measure in (column for column in curves.columns if column.startswith("frozen_")):
+    for measure in ("held_out_loss", *(column for column in curves.columns if column.startswith("frozen_"))):
         share = share_of_compute(curves, measure)
-        rows.append([measure.removeprefix("frozen_"), "not reached" if share is None else f"{share:.0%}"])
-    return markdown(["frozen accuracy", "share of MLM's time"], rows)
+        named = "held-out loss" if measure == "held_out_loss" else f"frozen, {measure.removeprefix('frozen_')}"
+        rows.append([named, "not reached" if share is None else f"{share:.0%}"])
+    return markdown(["measure", "share of MLM's time"], rows)
 
 
 def score_table(scores: pd.DataFrame, mode: str) -> str:

@@ -81,7 +81,9 @@ def _best_setting(cells: list[dict]) -> list[dict]:
     return frozen + (max(groups.values(), key=quality) if groups else [])
 
 
-def curve_rows(runs: Path, frozen: Path, names: Mapping[str, str], seconds: Mapping[str, float]) -> pd.DataFrame:
+def curve_rows(
+    runs: Path, frozen: Path, names: Mapping[str, str], seconds: Mapping[str, float], at_end: Mapping[str, float]
+) -> pd.DataFrame:
     """Every evaluation of every run, with the frozen scores where the checkpoint was scored.
 
     ``phase``: "stable" while the learning rate is constant (and before), "decay" until it is 0, "end".
@@ -89,6 +91,7 @@ def curve_rows(runs: Path, frozen: Path, names: Mapping[str, str], seconds: Mapp
     Args:
         names: arm -> objective.
         seconds: objective -> processor seconds of a step.
+        at_end: arm -> mean frozen score of its final weights.
     """
     rows = []
     for arm, objective in names.items():
@@ -106,6 +109,8 @@ def curve_rows(runs: Path, frozen: Path, names: Mapping[str, str], seconds: Mapp
             results = frozen / f"{arm}-step-{step:09d}" / "results.json"
             if results.is_file():
                 about |= frozen_scores(results)
+            elif phase == "end" and arm in at_end:
+                about["frozen_mean"] = at_end[arm]
             rows.append(about)
     return pd.DataFrame(rows)
 

@@ -142,6 +142,7 @@ def write_card(
         recipe=_recipe(config, measured.recipe, _count_parameters(folder / (subfolder or ""))),
         compute=_compute(measured.training),
         pretraining=_pretraining(measured.training),
+        fill_mask=[_guesses(found) for found in measured.training.get("fill_mask", [])],
         results=[_result_row(entry) for entry in entries],
         results_source=_environment(measured.results.get("environment", {})),
         rank=_rank(measured, config),
@@ -274,6 +275,10 @@ def _pretraining(training: Mapping[str, Any]) -> list[tuple[str, str]]:
             for name, found in training.get("samples", {}).items()
         ),
     ]
+
+
+def _guesses(found: Mapping[str, Any]) -> tuple[str, str]:
+    return found["text"], ", ".join(f"`{word}`" for word in found["words"])
 
 
 def _rank(measured: Measurements, config: Mapping[str, Any]) -> dict[str, Any] | None:

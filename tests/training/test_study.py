@@ -15,7 +15,7 @@ from training.finetune_report import SCHEMA, write_json
 from training.pretrain import run
 from training.recipe import recipe_from_dict
 from training.release import publish_into, round_to_bf16
-from training.study_measure import sample_loss
+from training.study_measure import FILL_MASK, fill_mask, sample_loss
 
 _WARM = {"optimizer__warmup_steps": 1}
 SECONDS = {"MLM": 1.0, "MAE-LM": 1.25, "decoder, [MASK] kept": 1.5}
@@ -25,7 +25,11 @@ SECONDS = {"MLM": 1.0, "MAE-LM": 1.25, "decoder, [MASK] kept": 1.5}
 def finished(tmp_path_factory):
     """A folder with one finished run, `mae-lm`."""
     folder = tmp_path_factory.mktemp("study")
-    run(recipe_from_dict(tiny_recipe(folder, "mae-lm", max_steps=3, model__relative_position_buckets=0, **_WARM)))
+    run(
+        recipe_from_dict(
+            tiny_recipe(folder, "mae-lm", max_steps=3, model__relative_position_buckets=0, data__max_length=64, **_WARM)
+        )
+    )
     return folder
 
 
@@ -115,12 +119,32 @@ class TestResults:
         assert dict(zip(test["mode"], test["accuracy"], strict=True))["first"] == 0.4
 
     def test_curves_know_their_phase(self, finished):
-        curves = study_results.curve_rows(finished, finished / "none", {"mae-lm": "MAE-LM"}, {"MAE-LM": 30.0})
+        names, seconds, at_end = {"mae-lm": "MAE-LM"}, {"MAE-LM": 30.0}, {"mae-lm": 0.6}
+        curves = study_results.curve_rows(finished, finished / "none", names, seconds, at_end)
         log = [json.loads(line) for line in (finished / "mae-lm" / "log.jsonl").read_text().splitlines()]
         assert list(curves["step"]) == [0, 3]
         assert list(curves["phase"]) == ["stable", "end"]
         assert curves["tokens"].iloc[-1] == sum(row["tokens"] for row in log)
-        assert curves["cpu_minutes"].iloc[-1] == 1.5
+        assert (curves["cpu_minutes"].iloc[-1], curves["frozen_mean"].iloc[-1]) == (1.5, 0.6)
+
+    def test_equal_tokens_are_compared_where_both_were_scored_at_a_constant_rate(self):
+        columns = ["arm", "step", "phase", "tokens", "held_out_loss", "frozen_mean"]
+        rows = [("mlm", 250, "stable", 2e6, 6.5, 0.5), ("mlm", 500, "stable", 4e6, 6.0, 0.6)]
+        rows += [("mae-lm", 250, "stable", 2e6, 7.0, 0.4), ("mae-lm", 500, "decay", 4e6, 5.0, 0.7)]
+        ranks = pd.DataFrame(
+            [
+                (arm, f"step-{step:09d}", layer, population, 10 * layer + (population != "unmasked"), 5)
+                for arm in ("mlm", "mae-lm")
+                for step in (250, 500)
+                for layer in (1, 2)
+                for population in ("unmasked", "masked/all")
+            ],
+            columns=["arm", "when", "layer", "population", "rank_power_1", "rank_power_2"],
+        )
+        table = study_report.equal_tokens_table(pd.DataFrame(rows, columns=columns), ranks).strip().splitlines()
+        cells = [cell.strip() for cell in table[-1].strip("|").split("|")]
+        assert len(table) == 3  # the header, its rule, and one step
+        assert cells == ["250", "2.0", "6.500", "7.000", "50.0", "40.0", *["20 (+1)"] * 2, *["5 (+0)"] * 2]
 
     def test_tables_are_filled_in_place_and_unknown_ones_refused(self, tmp_path):
         page = tmp_path / "page.md"
@@ -166,3 +190,15 @@ class TestRelease:
             < sum(0.15 * length + 1 for length in lengths)
         )
         assert 0 < found["loss"] < 2 * np.log(len(tokenizer))
+
+    def test_the_likeliest_words(self, finished):
+        model = AutoModelForMaskedLM.from_pretrained(finished / "mae-lm" / "final").eval()
+        tokenizer = AutoTokenizer.from_pretrained(finished / "mae-lm" / "final")
+        found = fill_mask(finished / "mae-lm" / "final")
+        assert [entry["text"] for entry in found] == list(FILL_MASK)
+        for entry in found:
+            ids = tokenizer(entry["text"].replace("[MASK]", tokenizer.mask_token), return_tensors="pt")
+            with torch.inference_mode():
+                logits = model(**ids).logits[ids["input_ids"] == tokenizer.mask_token_id]
+            (best,) = logits.topk(5).indices.tolist()
+            assert entry["words"] == [tokenizer.decode([index]).strip() for index in best]
