@@ -31,7 +31,7 @@ from maelm_hf.probing import RankReport
 from .console import console, markdown
 from .finetune_data import DataOptions, load_task
 from .finetune_grid import Plan, run_task
-from .finetune_report import load_results
+from .finetune_report import deciding_metric, load_results
 from .monitoring import read_log, try_to_write
 from .recipe import LabelledSection, Recipe, RecipeError
 
@@ -190,8 +190,8 @@ def score(model: str, labelled: LabelledSection, out: Path) -> dict[str, Score]:
     found = {}
     for entry in task["settings"]:  # the best setting of a mode comes first
         split = "test" if "test" in entry["scores"] else "validation"
-        values = entry["scores"][split][task["metric"]]["values"]
-        found.setdefault(entry["setting"]["mode"], Score(task["metric"], split, values))
+        metric = deciding_metric(entry, task["metric"])
+        found.setdefault(entry["setting"]["mode"], Score(metric, split, entry["scores"][split][metric]["values"]))
     return found
 
 

@@ -200,6 +200,9 @@ def _print_docstrings(worker: int, workers: int, only: tuple[str, ...] = ()) -> 
 
 def _text_files(path: Path) -> list[Path]:
     if path.is_file() and path.suffix not in (".json", ".jsonl", ".parquet", ".csv", ".arrow"):
+        with path.open("rb") as file:
+            if b"\0" in file.read(1 << 16):
+                raise CorpusError(f"corpus.source {str(path)!r} is no text (it holds zero bytes): unpack or convert it")
         return [path]
     return sorted(file for file in path.rglob("*.txt") if file.is_file()) if path.is_dir() else []
 
@@ -310,7 +313,11 @@ def _cached(key: str, cache_dir: Path, read: Callable[[], Iterator[str]], about:
 
 def _digest_documents(texts: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for text in texts:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise CorpusError(
+                f"document {number} is {text!r}, no text: leave such rows out, or name another text_column"
+            )
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))  # so that documents cannot run into each other
         digest.update(data)

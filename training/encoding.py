@@ -59,9 +59,13 @@ def encode_words(split: Split, tokenizer: PreTrainedTokenizerBase, max_length: i
     A sentence longer than `max_length` goes on in a further window, so that every word is tagged once and scored once.
     """
     examples = []
+    spaced = _words_need_spaces(tokenizer)
     for start in range(0, len(split.words), CHUNK):
+        sentences = split.words[start : start + CHUNK]
+        if spaced:
+            sentences = [[*words[:1], *(f" {word}" for word in words[1:])] for words in sentences]
         windows = tokenizer(
-            split.words[start : start + CHUNK],
+            sentences,
             is_split_into_words=True,
             truncation=True,
             max_length=max_length,
@@ -81,6 +85,19 @@ def encode_words(split: Split, tokenizer: PreTrainedTokenizerBase, max_length: i
             example = {name: windows[name][number] for name in inputs}
             examples.append(example | ({"labels": labels} if split.labels is not None else {}))
     return Encoded(examples)
+
+
+def _words_need_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a word of running text is the one of a list with a space before it, as in byte-level BPE.
+
+    Without it the words of a list are glued together: text that no encoder saw.
+    """
+
+    def pieces(words: list[str]) -> list[int]:
+        return tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"]
+
+    text = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    return pieces(["the", "cat"]) != text == pieces(["the", " cat"])
 
 
 class LengthGroupedBatches(Sampler[int]):

@@ -110,9 +110,7 @@ def probe_cell(
         np.savez(scratch, **features)
         scratch.replace(features_file)
     feature_seconds = time.perf_counter() - started
-    metrics = Metrics(data.metrics[:1] if data.kind == "tokens" else data.metrics, metrics_backend)
-    if data.kind == "tokens":
-        metrics = Metrics(("accuracy",), metrics_backend)
+    metrics = Metrics(("accuracy",) if data.kind == "tokens" else data.metrics, metrics_backend)
     pooled, cross_validated, strengths = {}, {}, {}
     for pool in ("words",) if data.kind == "tokens" else POOLS:
         model, cross_validated[pool], strengths[pool] = _fit(cell, data, features, pool)

@@ -25,14 +25,14 @@ def round_to_bf16(source: Path, folder: Path) -> Path:
 
     Training in bf16 weights loses small updates, and `from_pretrained` takes the type of the config.
     """
-    if not (folder / WEIGHTS).is_file():
-        scratch = folder.with_name(f".{folder.name}.part")
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.copytree(source, scratch)
-        _round_weights(scratch / WEIGHTS)
-        config = json.loads((scratch / CONFIG).read_text())
-        write_json(scratch / CONFIG, config | {"dtype": "float32"})
-        scratch.rename(folder)
+    scratch = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    _round_weights(scratch / WEIGHTS)
+    config = json.loads((scratch / CONFIG).read_text())
+    write_json(scratch / CONFIG, config | {"dtype": "float32"})
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
     return folder / WEIGHTS
 
 

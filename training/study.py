@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,7 +198,7 @@ def measure(arms: list[str] = NAMES) -> None:
             console.rule(f"{name}: measurements")
             run, measured = OUT / name, OUT / "measured"
             if ARMS[name].short:
-                study_measure.measure_ranks(run / "final", measured / "ranks" / name / "final")
+                study_measure.measure_end(run / "final", measured, name)
                 study_measure.score_frozen(run / "final", measured / "frozen" / name, study_measure.CURVE_TASKS, 1)
                 continue
             for step in study_measure.CURVE_STEPS:
@@ -215,20 +215,30 @@ def report() -> None:
     with _one_line_errors():
         measured = OUT / "measured"
         finished = {name: arm.objective for name, arm in ARMS.items() if (OUT / name / "final").is_dir()}
+        for name in LONG_ARMS:
+            if not (measured / "words" / f"{name}.json").is_file():
+                raise FileNotFoundError(f"{name} is not measured yet: python -m training.study measure {name}")
         ranks = study_results.rank_rows(measured / "ranks", finished)
         scores = study_results.score_rows(measured / "tasks", {name: finished[name] for name in LONG_ARMS})
-        frozen = study_results.final_frozen_scores(measured, finished, study_measure.CURVE_TASKS)
-        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times(), frozen)
+        tasks = study_measure.CURVE_TASKS
+        frozen = study_results.final_frozen_scores(measured, finished, tasks)
+        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times(), tasks, frozen)
         STUDY.mkdir(exist_ok=True)
         for name, table in (("ranks", ranks), ("scores", scores), ("curves", curves)):
             table.to_csv(STUDY / f"{name}.csv", index=False, float_format="%.6g")
         study_figures.draw_ranks(ranks, STUDY / "ranks.png")
         study_figures.draw_curves(curves, ranks, STUDY / "curves.png")
         study_figures.draw_scores(scores, STUDY / "scores.png")
-        ratios = {name: arm.mask_ratio for name, arm in ARMS.items()}
-        study_report.fill_tables(PAGE, study_report.all_tables(ranks, scores, curves, frozen, ratios))
+        ends = {name: {"ratio": ARMS[name].mask_ratio} | _measured_end(name, frozen) for name in finished}
+        study_report.fill_tables(PAGE, study_report.all_tables(ranks, scores, curves, ends))
         for name in LONG_ARMS:
             console.print(str(_publish(name)))
+
+
+def _measured_end(name: str, frozen: Mapping[str, float]) -> dict[str, float]:
+    losses = OUT / "measured" / "losses" / f"{name}.json"
+    found = json.loads(losses.read_text()) if losses.is_file() else {}
+    return found | ({"frozen": frozen[name]} if name in frozen else {})
 
 
 def _publish(name: str) -> Path:

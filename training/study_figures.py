@@ -74,7 +74,7 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
 
 
 def draw_scores(scores: pd.DataFrame, path: Path) -> None:
-    """The difference of the twins on every task, by mode: bars over seeds, pale ones for the size of the test set."""
+    """The difference of the twins by task and mode: thin bars over fine-tuning seeds, pale ones for test size."""
     part = scores[scores["split"] == "test"]
     tasks = list(dict.fromkeys(part["task"]))
     figure = Figure(figsize=(9, 0.75 * len(tasks) + 1.2), layout="constrained")
@@ -92,12 +92,15 @@ def draw_scores(scores: pd.DataFrame, path: Path) -> None:
             axis.errorbar(gap, y, xerr=error, color=colour, alpha=0.25, linewidth=5, zorder=1)
             style = {"fmt": marker, "color": colour, "markersize": 5, "capsize": 3, "zorder": 2}
             known = axis.get_legend_handles_labels()[1]
-            axis.errorbar(gap, y, xerr=[[gap - low], [high - gap]], label=None if name in known else name, **style)
+            over_seeds = [[gap - low], [high - gap]] if mode == "finetune" else None
+            axis.errorbar(gap, y, xerr=over_seeds, label=None if name in known else name, **style)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(tasks)), tasks)
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.25)
-    axis.set_xlabel("MAE-LM less MLM, points of test accuracy (thin: 95 % over seeds; pale: 95 % for the size of test)")
+    axis.set_xlabel(
+        "MAE-LM less MLM, points of test accuracy (thin: 95 % over fine-tuning seeds; pale: for the size of test)"
+    )
     axis.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(path, dpi=160)
 

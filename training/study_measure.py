@@ -8,6 +8,8 @@ Everything finished is kept and not repeated; see `training/study.py` for the co
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import torch
@@ -24,7 +26,8 @@ from .finetune_report import load_results, write_json
 HELD_OUT = Path("runs/corpus/heldout.jsonl")  # no run trains on it
 SAMPLE = Path("model_cards/sample.txt")
 PROBED_TOKENS = 65_536
-CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2500, 3000)
+COMPARED_DOCUMENTS = 1024
+CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2500, 2750, 3000, 3250)
 SEEDS = 5
 
 # Task -> batch size and epochs of fine-tuning, by size; the learning rate is chosen on validation, below.
@@ -55,7 +58,9 @@ def measure_ranks(model: Path, folder: Path) -> None:
     report = probe_rank(
         str(model), data=str(HELD_OUT), column="text", max_tokens=PROBED_TOKENS, max_length=128, progress=False
     )
-    report.save(folder)
+    scratch = folder.with_name(f".{folder.name}.part")  # a report that was cut off counts for nothing
+    report.save(scratch)
+    scratch.rename(folder)
     console.print(f"ranks: {folder}")
 
 
@@ -72,17 +77,13 @@ def fine_tune(model: Path, folder: Path, learning_rate: float, seeds: int, tasks
 
 
 def choose_learning_rate(model: Path, folder: Path) -> float:
-    """The model's best rate on one task's validation split, one seed; the other tasks take it."""
+    """The model's best rate on one task's validation split, one seed; all tasks take it. The lowest of equal ones."""
     _run(model, TUNED_ON, _plan(TUNED_ON, LEARNING_RATES, 1), folder)
-    settings = [entry for entry in load_results(folder)["tasks"][TUNED_ON]["settings"] if _is_fine_tuned(entry)]
-    first_seed = {
-        entry["setting"]["learning_rate"]: entry["scores"]["validation"]["accuracy"]["values"][0] for entry in settings
+    scores = {
+        entry["setting"]["learning_rate"]: entry["scores"]["validation"]["accuracy"]["median"]
+        for entry in load_results(folder)["tasks"][TUNED_ON]["settings"]
     }
-    return max(first_seed, key=first_seed.__getitem__)
-
-
-def _is_fine_tuned(entry: dict) -> bool:
-    return entry["setting"]["mode"] == "finetune"
+    return max(sorted(scores), key=scores.__getitem__)
 
 
 def _plan(task: str, rates: tuple[float, ...], seeds: int) -> Plan:
@@ -111,20 +112,32 @@ def sample_loss(model: str | Path, text: Path = SAMPLE, **loading: object) -> di
         model: folder or Hub name.
         loading: for ``from_pretrained``, as ``trust_remote_code=True``.
     """
+    return loss_on(model, text.read_text("utf-8").splitlines(), **loading)
+
+
+def held_out_loss(model: Path, file: Path) -> None:
+    """The loss of held-out documents at one mask ratio for all arms, whatever theirs was; their first 128 tokens."""
+    with HELD_OUT.open(encoding="utf-8") as lines:
+        documents = [json.loads(line)["text"] for line in itertools.islice(lines, COMPARED_DOCUMENTS)]
+    write_json(file, loss_on(model, documents))
+
+
+def loss_on(model: str | Path, texts: list[str], **loading: object) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(model, **loading)
     network = AutoModelForMaskedLM.from_pretrained(model, dtype=torch.float32, **loading).eval()
-    lines = [tokenizer(line, truncation=True, max_length=128) for line in text.read_text("utf-8").splitlines()]
-    batch = DataCollatorForMaeLm(tokenizer, 0.15, seed=0)(lines)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    with torch.inference_mode():
-        logits = network(**inputs).logits  # (lines, length, vocabulary)
-    hidden = inputs["labels"] != -100
-    logits, targets = logits[hidden], inputs["labels"][hidden]
-    return {
-        "loss": torch.nn.functional.cross_entropy(logits, targets).item(),
-        "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
-        "hidden_tokens": len(targets),
-    }
+    collate = DataCollatorForMaeLm(tokenizer, 0.15, seed=0)
+    loss, correct, count = 0.0, 0, 0
+    for start in range(0, len(texts), 64):
+        batch = collate([tokenizer(text, truncation=True, max_length=128) for text in texts[start : start + 64]])
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+        with torch.inference_mode():
+            logits = network(**inputs).logits  # (texts, length, vocabulary)
+        hidden = inputs["labels"] != -100
+        logits, targets = logits[hidden], inputs["labels"][hidden]
+        loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        correct += (logits.argmax(-1) == targets).sum().item()
+        count += len(targets)
+    return {"loss": loss / count, "accuracy": correct / count, "hidden_tokens": count}
 
 
 def fill_mask(model: str | Path, **loading: object) -> list[dict]:
@@ -139,13 +152,20 @@ def fill_mask(model: str | Path, **loading: object) -> list[dict]:
     return found
 
 
+def measure_end(model: Path, measured: Path, name: str) -> None:
+    """What is asked of the last weights of every arm."""
+    measure_ranks(model, measured / "ranks" / name / "final")
+    held_out_loss(model, measured / "losses" / f"{name}.json")
+
+
 def measure_released(model: Path, measured: Path, name: str) -> None:
     """Everything of the released weights; the ranks of the fine-tuned encoders are those of the best on validation."""
-    measure_ranks(model, measured / "ranks" / name / "final")
+    measure_end(model, measured, name)
     write_json(measured / "sample" / f"{name}.json", sample_loss(model))
     write_json(measured / "words" / f"{name}.json", fill_mask(model))
     scores = measured / "tasks" / name
     score_frozen(model, scores, tuple(TASKS), SEEDS)
-    fine_tune(model, scores, choose_learning_rate(model, scores), SEEDS, tuple(TASKS))
+    rate = choose_learning_rate(model, measured / "rates" / name)
+    fine_tune(model, scores, rate, SEEDS, tuple(TASKS))
     for task in TASKS:
         measure_ranks(scores / task / "model", measured / "ranks" / name / f"after-{task}")

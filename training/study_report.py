@@ -6,6 +6,7 @@ written anew from the measurements; the words between them are ours.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +15,18 @@ import numpy as np
 import pandas as pd
 
 from .console import markdown
-from .study_results import difference, sampling_error, share_of_compute
+from .study_results import TIMED_RATIO, difference, sampling_error, share_of_compute
+
+LONG = ("mlm", "mae-lm")
 
 
 def all_tables(
-    ranks: pd.DataFrame,
-    scores: pd.DataFrame,
-    curves: pd.DataFrame,
-    frozen: Mapping[str, float],
-    ratios: Mapping[str, float],
+    ranks: pd.DataFrame, scores: pd.DataFrame, curves: pd.DataFrame, ends: Mapping[str, Mapping[str, float]]
 ) -> dict[str, str]:
-    """Name -> table in Markdown. ``frozen``: arm -> score at its end; ``ratios``: arm -> mask ratio."""
+    """Name -> table in Markdown. ``ends``: arm -> what was measured of its last weights, as :func:`arm_table` wants."""
     tables = {f"scores-{mode}": score_table(scores, mode) for mode in ("finetune", "mean", "first", "words")}
     tables |= {"ranks-1": rank_table(ranks, "rank_power_1"), "ranks-2": rank_table(ranks, "rank_power_2")}
-    tables |= {"deficiency": deficiency_table(ranks), "arms": arm_table(curves, frozen, ratios)}
+    tables |= {"deficiency": deficiency_table(ranks), "arms": arm_table(curves, ends)}
     tables |= {"after": after_table(ranks), "share": share_table(curves)}
     return tables | {"equal-tokens": equal_tokens_table(curves, ranks)}
 
@@ -73,34 +72,39 @@ def after_table(ranks: pd.DataFrame) -> str:
 def share_table(curves: pd.DataFrame) -> str:
     """A measure a row: at what share of MLM's processor time MAE-LM has its last value under a constant rate."""
     rows = []
-    for measure in ("held_out_loss", *(column for column in curves.columns if column.startswith("frozen_"))):
+    for measure, named in (("frozen_mean", "frozen accuracy, mean of 6 tasks"), ("held_out_loss", "held-out loss")):
         share = share_of_compute(curves, measure)
-        named = "held-out loss" if measure == "held_out_loss" else f"frozen, {measure.removeprefix('frozen_')}"
-        rows.append([named, "not reached" if share is None else f"{share:.0%}"])
-    return markdown(["measure", "share of MLM's time"], rows)
+        reached = f"not by {share.observed:.0%}" if share.reached is None else f"at {share.reached:.0%}"
+        rows.append([named, f"{share.goal:.3f} at {share.minutes:.0f} minutes", reached])
+    return markdown(["measure", "MLM's last value at a constant rate", "MAE-LM has it, share of that time"], rows)
 
 
 def score_table(scores: pd.DataFrame, mode: str) -> str:
-    """A task a row: mean and spread of the seeds, their difference and its two uncertainties; in percent, on test."""
-    rows, gaps = [], []
+    """A task a row: mean and spread of the seeds, their difference and its uncertainties; in percent, on test.
+
+    A frozen encoder's features are the same for every seed, so an interval over seeds would say nothing of it.
+    """
     part = scores[(scores["mode"] == mode) & (scores["split"] == "test")]
+    rows, errors = [], []
     for task, of_task in part.groupby("task", sort=False):
-        values = {arm: of_task[of_task["arm"] == arm]["accuracy"].to_numpy() for arm in ("mlm", "mae-lm")}
-        gap, low, high = (100 * value for value in difference(values["mae-lm"], values["mlm"]))
+        values = {arm: of_task[of_task["arm"] == arm].sort_values("seed")["accuracy"].to_numpy() for arm in LONG}
         examples = int(of_task["examples"].iloc[0])
-        error = 100 * sampling_error(values["mae-lm"].mean(), values["mlm"].mean(), examples)
-        means = [f"{100 * values[arm].mean():.1f} ± {100 * values[arm].std(ddof=1):.1f}" for arm in ("mlm", "mae-lm")]
-        rows.append([task, *means, f"{gap:+.1f} [{low:+.1f}, {high:+.1f}]", f"± {error:.1f} ({examples:,})"])
-        gaps.append(gap)
+        errors.append(sampling_error(values["mae-lm"].mean(), values["mlm"].mean(), examples))
+        rows.append([task, *_compared(values, mode), f"± {100 * errors[-1]:.1f} ({examples:,})"])
     if len(rows) > 1:
-        rows.append([f"mean of {len(rows)}", *_column_means(part), f"{np.mean(gaps):+.1f}", ""])
-    header = ["task", "MLM", "MAE-LM", "difference [95 % over seeds]", "95 % for the size of test (examples)"]
-    return markdown(header, rows)
+        by_seed = part.groupby(["arm", "seed"])["accuracy"].mean()
+        means = {arm: by_seed[arm].to_numpy() for arm in LONG}
+        error = 100 * math.hypot(*errors) / len(rows)
+        rows.append([f"mean of {len(rows)}", *_compared(means, mode), f"± {error:.1f}"])
+    over = "difference [95 % over fine-tuning seeds]" if mode == "finetune" else "difference"
+    return markdown(["task", "MLM", "MAE-LM", over, "95 % for the size of test (examples)"], rows)
 
 
-def _column_means(part: pd.DataFrame) -> list[str]:
-    by_task = part.groupby(["arm", "task"])["accuracy"].mean()
-    return [f"{100 * by_task[arm].mean():.1f}" for arm in ("mlm", "mae-lm")]
+def _compared(values: Mapping[str, np.ndarray], mode: str) -> list[str]:
+    """Both arms' mean and standard deviation over seeds (seeds,), and MAE-LM's less MLM's."""
+    means = [f"{100 * values[arm].mean():.1f} ± {100 * values[arm].std(ddof=1):.1f}" for arm in LONG]
+    gap, low, high = (100 * value for value in difference(values["mae-lm"], values["mlm"]))
+    return [*means, f"{gap:+.1f}" + (f" [{low:+.1f}, {high:+.1f}]" if mode == "finetune" else "")]
 
 
 def rank_table(ranks: pd.DataFrame, key: str, when: str = "final") -> str:
@@ -134,40 +138,42 @@ def deficiency_table(ranks: pd.DataFrame) -> str:
         for key in ("rank_power_1", "rank_power_2", "rank_power_1_centred", "rank_power_2_centred"):
             clean, masked = last.loc["unmasked", key], last.loc["masked/all", key]
             cells.append(f"{clean} ({masked - clean:+d})")
-        energy = last["mask_energy_outside"].get("masked/[MASK]", np.nan)
-        rows.append([arm, last["objective"].iloc[0], *cells, "–" if np.isnan(energy) else f"{energy:.1%}"])
-    header = ["arm", "objective", "σ", "σ²", "σ, centred", "σ², centred", "[MASK] energy outside the real subspace"]
-    return markdown(header, rows)
+        low, high = (last.loc["masked/all", f"deficiency_{bound}"] for bound in ("low", "high"))
+        cells[0] += f" [{low:+.1f}, {high:+.1f}]"
+        outside = "–"
+        if "masked/[MASK]" in last.index:
+            of_mask = last.loc["masked/[MASK]"]
+            outside = f"{of_mask['mask_energy_outside']:.1%}, {of_mask['real_energy_outside']:.1%}"
+        rows.append([arm, last["objective"].iloc[0], *cells, outside])
+    header = ["arm", "objective", "σ [95 % of the deficiency]", "σ²", "σ, centred", "σ², centred"]
+    return markdown([*header, "energy outside the subspace of real tokens: [MASK], real"], rows)
 
 
-def arm_table(curves: pd.DataFrame, frozen: Mapping[str, float], ratios: Mapping[str, float]) -> str:
-    """An arm a row: what it saw, and what it reached."""
+def arm_table(curves: pd.DataFrame, ends: Mapping[str, Mapping[str, float]]) -> str:
+    """An arm a row: what it saw, and what it reached.
+
+    Args:
+        ends: arm -> its mask "ratio", and where measured its "loss" and "accuracy" at one ratio for all, and its
+            "frozen" score.
+    """
     rows = []
     for arm, part in curves.groupby("arm", sort=False):
-        last = part.iloc[-1]
-        score = f"{100 * frozen[arm]:.1f}" if arm in frozen else "not measured"
-        rows.append(
-            [
-                str(arm),
-                last["objective"],
-                f"{ratios[arm]:.2f}",
-                f"{last['step']:,}",
-                f"{last['tokens'] / 1e6:.1f}",
-                f"{last['cpu_minutes']:.0f}",
-                f"{last['held_out_loss']:.3f}",
-                f"{last['held_out_accuracy']:.3f}",
-                score,
-            ]
-        )
-    header = ["arm", "objective", "mask ratio", "steps", "million tokens", "CPU minutes", "held-out loss"]
-    return markdown([*header, "held-out accuracy", "frozen, mean of 6 tasks"], rows)
+        last, end = part.iloc[-1], ends[arm]
+        cells = [str(arm), last["objective"], f"{end['ratio']:.2f}", f"{last['step']:,}", f"{last['tokens'] / 1e6:.1f}"]
+        cells.append("" if np.isnan(last["cpu_minutes"]) else f"{last['cpu_minutes']:.0f}")
+        cells += [f"{last['held_out_loss']:.3f}", f"{last['held_out_accuracy']:.3f}"]
+        cells += [f"{end[key]:.3f}" if key in end else "not measured" for key in ("loss", "accuracy")]
+        rows.append([*cells, f"{100 * end['frozen']:.1f}" if "frozen" in end else "not measured"])
+    header = ["arm", "objective", "mask ratio", "steps", "million tokens", "CPU minutes"]
+    header += ["held-out loss at its own ratio", "accuracy", f"loss at {TIMED_RATIO}", "accuracy"]
+    return markdown([*header, "frozen, mean of 6 tasks"], rows)
 
 
 def fill_tables(page: Path, tables: Mapping[str, str]) -> None:
     """Puts each table where the page has its marks.
 
     Raises:
-        ValueError: the page asks for a table that there is not.
+        ValueError: the page asks for a table that there is not, or has no place for one.
     """
 
     def replace(match: re.Match) -> str:
@@ -176,4 +182,6 @@ def fill_tables(page: Path, tables: Mapping[str, str]) -> None:
         return f"<!-- table: {match[1]} -->\n\n{tables[match[1]].strip()}\n\n<!-- end -->"
 
     text = page.read_text("utf-8")
+    if unplaced := [name for name in tables if f"<!-- table: {name} -->" not in text]:
+        raise ValueError(f"{page} has no mark <!-- table: {unplaced[0]} -->")
     page.write_text(re.sub(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", replace, text, flags=re.DOTALL), "utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,10 @@ from .monitoring import read_log
 from .recipe import load_recipe
 
 TAU = 0.9
+TIMED_RATIO = 0.15
+# Intervals are those of the first power, not centred.
+_AS_REPORTED = ("effective_rank_low", "effective_rank_high", "deficiency_low", "deficiency_high", "subspace_dim")
+_AS_REPORTED += ("mask_energy_outside", "real_energy_outside")
 
 
 def rank_rows(reports: Path, names: Mapping[str, str]) -> pd.DataFrame:
@@ -41,8 +46,7 @@ def rank_rows(reports: Path, names: Mapping[str, str]) -> pd.DataFrame:
                     for power in (1, 2):
                         key = f"rank_power_{power}{'_centred' if centred else ''}"
                         found[key] = int(effective_rank(spectrum, TAU, power))
-                found |= {key: row[key] for key in ("effective_rank_low", "effective_rank_high", "mask_energy_outside")}
-                rows.append(found | {"real_energy_outside": row["real_energy_outside"]})
+                rows.append(found | {key: row[key] for key in _AS_REPORTED})
     return pd.DataFrame(rows)
 
 
@@ -53,16 +57,17 @@ def score_rows(tasks: Path, names: Mapping[str, str]) -> pd.DataFrame:
     """
     rows = []
     for arm, objective in names.items():
-        sizes = {name: task["split_sizes"] for name, task in load_results(tasks / arm)["tasks"].items()}
+        about_tasks = load_results(tasks / arm)["tasks"]
         for folder in sorted(path for path in (tasks / arm).glob("*") if (path / "cells").is_dir()):
+            sizes, digest = (about_tasks[folder.name][key] for key in ("split_sizes", "data_digest"))
             cells = [json.loads(path.read_text()) for path in sorted((folder / "cells").glob("*.json"))]
-            for cell in _best_setting(cells):
+            for cell in _best_setting([cell for cell in cells if cell["cell"]["data_digest"] == digest]):
                 seed, about = cell["cell"]["seed"], {"arm": arm, "objective": objective, "task": folder.name}
                 fine_tuned = cell["cell"]["mode"] == "finetune"
                 scores = {"finetune": cell["scores"]} if fine_tuned else cell["pooled"]
                 for mode, splits in scores.items():
                     for split, metrics in splits.items():
-                        found = {"mode": mode, "seed": seed, "split": split, "examples": sizes[folder.name][split]}
+                        found = {"mode": mode, "seed": seed, "split": split, "examples": sizes[split]}
                         rows.append(about | found | {"accuracy": metrics["accuracy"]})
     return pd.DataFrame(rows)
 
@@ -82,7 +87,12 @@ def _best_setting(cells: list[dict]) -> list[dict]:
 
 
 def curve_rows(
-    runs: Path, frozen: Path, names: Mapping[str, str], seconds: Mapping[str, float], at_end: Mapping[str, float]
+    runs: Path,
+    frozen: Path,
+    names: Mapping[str, str],
+    seconds: Mapping[str, float],
+    tasks: Sequence[str],
+    at_end: Mapping[str, float],
 ) -> pd.DataFrame:
     """Every evaluation of every run, with the frozen scores where the checkpoint was scored.
 
@@ -90,7 +100,8 @@ def curve_rows(
 
     Args:
         names: arm -> objective.
-        seconds: objective -> processor seconds of a step.
+        seconds: objective -> processor seconds of a step at a mask ratio of .15; a step at another is not timed.
+        tasks: a checkpoint's scores count once it has all of them.
         at_end: arm -> mean frozen score of its final weights.
     """
     rows = []
@@ -104,11 +115,12 @@ def curve_rows(
             stable = step <= recipe.max_steps - recipe.optimizer.decay_steps
             phase = "end" if step == recipe.max_steps else "stable" if stable else "decay"
             about = {"arm": arm, "objective": objective, "step": step, "phase": phase, "tokens": tokens[step]}
-            about |= {"cpu_minutes": step * seconds[objective] / 60}
+            timed = recipe.data.mask_ratio == TIMED_RATIO
+            about |= {"cpu_minutes": step * seconds[objective] / 60 if timed else math.nan}
             about |= {f"held_out_{key}": evaluated.get(step, {}).get(key, math.nan) for key in ("loss", "accuracy")}
             results = frozen / f"{arm}-step-{step:09d}" / "results.json"
-            if results.is_file():
-                about |= frozen_scores(results)
+            if results.is_file() and (scores := frozen_scores(results)).keys() >= {f"frozen_{task}" for task in tasks}:
+                about |= scores
             elif phase == "end" and arm in at_end:
                 about["frozen_mean"] = at_end[arm]
             rows.append(about)
@@ -139,20 +151,35 @@ def final_frozen_scores(measured: Path, names: Iterable[str], tasks: Sequence[st
     return found
 
 
-def share_of_compute(curves: pd.DataFrame, measure: str) -> float | None:
-    """At what share of MLM's processor time MAE-LM reaches the value that MLM has at the end of its constant learning
-    rate; between evaluations linear. None where it never does.
+@dataclass(frozen=True)
+class Share:
+    """At what share of MLM's processor time MAE-LM has MLM's last value under a constant learning rate, for good.
+
+    Attributes:
+        reached: that share, between evaluations linear; None where it never does.
+        observed: the share up to which MAE-LM was seen under a constant rate.
+        goal, minutes: MLM's last value, and when it had it.
     """
+
+    reached: float | None
+    observed: float
+    goal: float
+    minutes: float
+
+
+def share_of_compute(curves: pd.DataFrame, measure: str) -> Share:
     stable = curves[(curves["phase"] == "stable") & curves[measure].notna()]
     mlm, mae = (stable[stable["arm"] == arm].sort_values("cpu_minutes") for arm in ("mlm", "mae-lm"))
     sign = -1 if measure.endswith("loss") else 1
-    goal, x, y = sign * mlm[measure].iloc[-1], mae["cpu_minutes"].to_numpy(), sign * mae[measure].to_numpy()
-    reached = np.flatnonzero(y >= goal)
-    if not len(reached):
-        return None
-    at = reached[0]
-    when = x[at] if at == 0 else np.interp(goal, [y[at - 1], y[at]], [x[at - 1], x[at]])
-    return float(when / mlm["cpu_minutes"].iloc[-1])
+    goal, whole = mlm[measure].iloc[-1], mlm["cpu_minutes"].iloc[-1]
+    x, y = mae["cpu_minutes"].to_numpy(), sign * mae[measure].to_numpy()
+    short = np.flatnonzero(y < sign * goal)
+    at = short[-1] + 1 if len(short) else 0  # the first of those from which on none falls short
+    reached = None
+    if at < len(y):
+        when = x[0] if at == 0 else np.interp(sign * goal, [y[at - 1], y[at]], [x[at - 1], x[at]])
+        reached = float(when / whole)
+    return Share(reached, float(x[-1] / whole), float(goal), float(whole))
 
 
 def difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:

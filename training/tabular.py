@@ -105,7 +105,7 @@ def _read_json(path: Path) -> list[dict]:
     try:
         if path.suffix == ".json" and text.lstrip().startswith("["):
             return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: not JSON, nor JSON lines ({error})") from error
 

@@ -1,6 +1,7 @@
 """Text: what is read, in which order, and what is held out."""
 
 import ast
+import gzip
 import inspect
 import os
 from pathlib import Path
@@ -130,6 +131,12 @@ class TestTextFiles:
         with pytest.raises(CorpusError, match="no documents"):
             load_corpus(CorpusSection(source=str(tmp_path / "a.txt")), tmp_path / "cache")
 
+    def test_packed_text_is_refused(self, tmp_path):
+        path = tmp_path / "a.txt.gz"
+        path.write_bytes(gzip.compress(LONG.encode()))
+        with pytest.raises(CorpusError, match=r"a\.txt\.gz' is no text"):
+            load_corpus(CorpusSection(source=str(path)), tmp_path / "cache")
+
 
 class TestDatasets:
     rows = ("one", "two", "three")
@@ -163,6 +170,11 @@ class TestDatasets:
         datasets.Dataset.from_dict({"body": self.rows}).to_json(tmp_path / "rows.jsonl")
         with pytest.raises(CorpusError, match=r"text_column 'text'.*body"):
             load_corpus(CorpusSection(source=str(tmp_path / "rows.jsonl")), tmp_path / "cache")
+
+    def test_a_row_without_text(self, tmp_path):
+        datasets.Dataset.from_dict({"text": ["one", None]}).to_parquet(tmp_path / "rows.parquet")
+        with pytest.raises(CorpusError, match="document 1 is None, no text"):
+            load_corpus(CorpusSection(source=str(tmp_path / "rows.parquet")), tmp_path / "cache")
 
     def test_no_such_source(self, tmp_path, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -300,7 +300,7 @@ def test_the_frozen_probe_scores_what_scikit_learn_scores_on_the_same_features(m
 
 
 def test_the_frozen_probe_of_tags_tells_words_apart(model, tmp_path):
-    lines = ["john B\nlived O\nin O\nparis B\n", "mary B\nsleeps O\n", "the O\ndog O\neats O\n"]
+    lines = ["john B-PER\nlived O\nin O\nparis B-LOC\n", "mary B-PER\nsleeps O\n", "the O\ndog O\neats O\n"]
     path = tmp_path / "tags.conll"
     path.write_text("\n".join(lines * 8))
     arguments = ["--task", "tokens", "--train", path, "--validation", path, "--frozen", "--attention", "eager"]

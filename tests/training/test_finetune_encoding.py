@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from finetuning_toys import toy_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from training.encoding import Encoded, LengthGroupedBatches, PadToLongest, encode_texts, encode_words
 from training.tabular import Split
@@ -66,6 +68,21 @@ def test_longest_first_leads_back():
     by_length, positions = encoded.longest_first()
     assert by_length.lengths.tolist() == [9, 5, 3]
     assert positions.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_words_of_a_list_are_those_of_running_text(prefix):
+    """A byte-level BPE, as RoBERTa's: trained on text, where all words but the first carry a space."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    backend.train_from_iterator(["the cat sat on the mat"] * 9, trainers.BpeTrainer(vocab_size=400))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    words = ["the", "cat", "sat", "on", "the", "mat"]
+    split = Split("toy", words=[words, ["cat"]], labels=[[0, 1, 2, 3, 4, 5], [1]])
+    encoded = encode_words(split, tokenizer, 64)
+    assert encoded[0]["input_ids"] == tokenizer(" ".join(words))["input_ids"]
+    assert [label for label in encoded[0]["labels"] if label != -100] == [0, 1, 2, 3, 4, 5]
+    assert encoded[1]["input_ids"] == tokenizer("cat")["input_ids"]
 
 
 def test_every_word_is_tagged_once_across_windows():

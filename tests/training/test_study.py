@@ -15,7 +15,7 @@ from training.finetune_report import SCHEMA, write_json
 from training.pretrain import run
 from training.recipe import recipe_from_dict
 from training.release import publish_into, round_to_bf16
-from training.study_measure import FILL_MASK, fill_mask, sample_loss
+from training.study_measure import FILL_MASK, fill_mask, loss_on, sample_loss
 
 _WARM = {"optimizer__warmup_steps": 1}
 SECONDS = {"MLM": 1.0, "MAE-LM": 1.25, "decoder, [MASK] kept": 1.5}
@@ -82,9 +82,13 @@ class TestResults:
         rows = [("mlm", 0, 50, "stable"), ("mlm", 100, 60, "stable"), ("mlm", 120, 90, "end")]
         rows += [("mae-lm", 0, 50, "stable"), ("mae-lm", 40, 58, "stable"), ("mae-lm", 60, 62, "stable")]
         curves = pd.DataFrame(rows, columns=["arm", "cpu_minutes", "frozen_mean", "phase"])
-        assert study_results.share_of_compute(curves, "frozen_mean") == pytest.approx(0.5)
-        curves.loc[curves["arm"] == "mae-lm", "frozen_mean"] = 55
-        assert study_results.share_of_compute(curves, "frozen_mean") is None
+        share = study_results.share_of_compute(curves, "frozen_mean")
+        assert (share.reached, share.observed) == (pytest.approx(0.5), pytest.approx(0.6))
+        assert (share.goal, share.minutes) == (60, 100)
+        curves.loc[len(curves)] = ("mae-lm", 80, 59, "stable")  # reached, and lost again
+        assert study_results.share_of_compute(curves, "frozen_mean").reached is None
+        curves.loc[len(curves)] = ("mae-lm", 90, 60, "stable")
+        assert study_results.share_of_compute(curves, "frozen_mean").reached == pytest.approx(0.9)
 
     def test_the_difference_of_means_and_welchs_interval(self):
         first, second = np.array([1.0, 2.0, 4.0, 5.0]), np.array([0.0, 1.0, 1.0, 3.0])
@@ -104,23 +108,25 @@ class TestResults:
         cells = tmp_path / "mlm" / "task" / "cells"
         cells.mkdir(parents=True)
         for rate, seed, score in ((1, 0, 0.9), (2, 0, 0.8), (2, 1, 0.7)):
-            cell = {"cell": {"mode": "finetune", "seed": seed}, "setting": {"lr": rate}}
+            cell = {"cell": {"mode": "finetune", "seed": seed, "data_digest": "new"}, "setting": {"lr": rate}}
             scores = {split: {"accuracy": score} for split in ("validation", "test")}
             (cells / f"{rate}-{seed}.json").write_text(json.dumps(cell | {"scores": scores}))
         pooled = {"mean": {"test": {"accuracy": 0.5}}, "first": {"test": {"accuracy": 0.4}}}
-        frozen = {"cell": {"mode": "frozen", "seed": 0}, "setting": {}, "scores": {}, "pooled": pooled}
-        (cells / "frozen.json").write_text(json.dumps(frozen))
-        sizes = {"task": {"split_sizes": {"validation": 10, "test": 20}}}
+        for digest in ("new", "old"):
+            about = {"mode": "frozen", "seed": 0, "data_digest": digest}
+            frozen = {"cell": about, "setting": {}, "scores": {}, "pooled": pooled}
+            (cells / f"frozen_{digest}.json").write_text(json.dumps(frozen))
+        sizes = {"task": {"split_sizes": {"validation": 10, "test": 20}, "data_digest": "new"}}
         write_json(tmp_path / "mlm" / "results.json", {"schema": SCHEMA, "tasks": sizes})
         found = study_results.score_rows(tmp_path, {"mlm": "MLM"})
         test = found[found["split"] == "test"]
         assert sorted(test[test["mode"] == "finetune"]["accuracy"]) == [0.7, 0.8]
         assert set(test["examples"]) == {20}
-        assert dict(zip(test["mode"], test["accuracy"], strict=True))["first"] == 0.4
+        assert list(test[test["mode"] == "first"]["accuracy"]) == [0.4]  # not the one of other data
 
     def test_curves_know_their_phase(self, finished):
         names, seconds, at_end = {"mae-lm": "MAE-LM"}, {"MAE-LM": 30.0}, {"mae-lm": 0.6}
-        curves = study_results.curve_rows(finished, finished / "none", names, seconds, at_end)
+        curves = study_results.curve_rows(finished, finished / "none", names, seconds, ("spam",), at_end)
         log = [json.loads(line) for line in (finished / "mae-lm" / "log.jsonl").read_text().splitlines()]
         assert list(curves["step"]) == [0, 3]
         assert list(curves["phase"]) == ["stable", "end"]
@@ -153,7 +159,32 @@ class TestResults:
         study_report.fill_tables(page, {"one": "| new |\n"})
         assert page.read_text() == "before\n<!-- table: one -->\n\n| new |\n\n<!-- end -->\nafter\n"
         with pytest.raises(ValueError, match="asks for the table 'one'"):
-            study_report.fill_tables(page, {"two": ""})
+            study_report.fill_tables(page, {})
+        with pytest.raises(ValueError, match="no mark <!-- table: two -->"):
+            study_report.fill_tables(page, {"one": "", "two": ""})
+
+    def test_scores_are_compared_by_seeds_where_seeds_matter(self):
+        values = {"mlm": ([0.5, 0.7], [0.2, 0.2]), "mae-lm": ([0.6, 0.6], [0.3, 0.3])}
+        rows = [
+            (arm, task, mode, seed, "test", 100, tasks[number][seed])
+            for arm, tasks in values.items()
+            for number, task in enumerate(("one", "two"))
+            for mode in ("finetune", "mean")
+            for seed in (0, 1)
+        ]
+        columns = ["arm", "task", "mode", "seed", "split", "examples", "accuracy"]
+        scores = pd.DataFrame(rows, columns=columns)
+
+        def cells(mode):
+            lines = study_report.score_table(scores, mode).strip().splitlines()[2:]
+            return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+        one, two, both = cells("finetune")
+        # MAE-LM's seeds agree: one degree of freedom, t = 12.7, the error of MLM's mean 10 points
+        assert one == ["one", "60.0 ± 14.1", "60.0 ± 0.0", "+0.0 [-127.1, +127.1]", "± 13.6 (100)"]
+        assert two[3] == "+10.0 [+10.0, +10.0]"
+        assert both == ["mean of 2", "40.0 ± 7.1", "45.0 ± 0.0", "+5.0 [-58.5, +68.5]", "± 9.0"]
+        assert [row[3] for row in cells("mean")] == ["+0.0", "+10.0", "+5.0"]
 
 
 class TestRelease:
@@ -190,6 +221,10 @@ class TestRelease:
             < sum(0.15 * length + 1 for length in lengths)
         )
         assert 0 < found["loss"] < 2 * np.log(len(tokenizer))
+        many = loss_on(finished / "mae-lm" / "final", 70 * text.read_text().splitlines())  # in three batches
+        assert many == {
+            key: pytest.approx(value * (70 if key == "hidden_tokens" else 1)) for key, value in found.items()
+        }
 
     def test_the_likeliest_words(self, finished):
         model = AutoModelForMaskedLM.from_pretrained(finished / "mae-lm" / "final").eval()

@@ -40,6 +40,13 @@ def test_every_format_reads_the_same(tmp_path, ending):
     assert data.label_names == ["0", "1"]
 
 
+def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path):
+    rows = [{"review": "a\u2028b\u0085c", "stars": 1}, {"review": "d", "stars": 0}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8", newline="")
+    assert load_task(options(path, path)).splits["train"].texts == [row["review"] for row in rows]
+
+
 def test_labels_may_be_given_in_order(tmp_path):
     path = write(tmp_path / "rows.csv", [{"review": "a", "stars": "ham"}, {"review": "b", "stars": "spam"}])
     assert load_task(options(path, path, labels=("spam", "ham"))).splits["train"].labels == [1, 0]
