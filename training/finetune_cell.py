@@ -147,7 +147,8 @@ def quiet_loading():
 
 
 def load_model(model: str, data: TaskData, attention: str | None = None) -> PreTrainedModel:
-    """The encoder in fp32 with a new head for this task, classes named in its config.
+    """The encoder in fp32 with a head for this task, classes named in its config. The head is new, but where the
+    checkpoint has one of the same shape, which then learns on.
 
     Only weights of the head may be new: where the checkpoint lacks weights of the encoder, ValueError names them,
     since a half-random encoder trains without complaint and scores badly.

@@ -201,7 +201,9 @@ def measure(arms: list[str] = NAMES) -> None:
                 study_measure.measure_end(run / "final", measured, name)
                 study_measure.score_frozen(run / "final", measured / "frozen" / name, study_measure.CURVE_TASKS, 1)
                 continue
-            for step in study_measure.CURVE_STEPS:
+            recipe = recipe_of(name, step_times())
+            decays_after = recipe.max_steps - recipe.optimizer.decay_steps
+            for step in (step for step in study_measure.CURVE_STEPS if step <= decays_after):
                 checkpoint = run / "checkpoints" / f"step-{step:09d}"
                 study_measure.measure_ranks(checkpoint, measured / "ranks" / name / checkpoint.name)
                 along = measured / "frozen" / f"{name}-{checkpoint.name}"

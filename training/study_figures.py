@@ -62,7 +62,7 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
             gap = over_time[f"masked_{power}"] - y
             _line(deficiency, over_time["minutes"], gap, objective, linestyle=style, label=f"{objective}, {of}")
     loss.set(ylabel="loss on hidden tokens (nats)", title="Held-out loss")
-    frozen.set(ylabel="test accuracy (%), mean of 6 tasks", title="Frozen encoder, linear probe")
+    frozen.set(ylabel="test accuracy (%), mean of 5 tasks", title="Frozen encoder, linear probe")
     rank.set(ylabel="effective rank, last layer", title="Rank of clean input")
     deficiency.set(ylabel="dimensions", title="Deficiency: rank of masked less rank of clean input")
     deficiency.axhline(0, color="black", linewidth=0.8)

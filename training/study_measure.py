@@ -27,7 +27,7 @@ HELD_OUT = Path("runs/corpus/heldout.jsonl")  # no run trains on it
 SAMPLE = Path("model_cards/sample.txt")
 PROBED_TOKENS = 65_536
 COMPARED_DOCUMENTS = 1024
-CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2500, 2750, 3000, 3250)
+CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2750, 3250)  # as far as the learning rate is constant
 SEEDS = 5
 
 # Task -> batch size and epochs of fine-tuning, by size; the learning rate is chosen on validation, below.
@@ -37,10 +37,10 @@ TASKS = {
     "sentences_imdb": (16, 10.0),
     "sentences_yelp": (16, 10.0),
     "bbc": (32, 4.0),
-    "spam": (32, 3.0),
+    "spam": (32, 1.0),
     "brown_pos": (32, 0.5),
 }
-CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc", "spam")
+CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc")
 # Said before any model had seen them. Each names words of which one at least should be among the five likeliest.
 FILL_MASK = {
     "He lived in the city for many [MASK].": ("years", "days", "months", "weeks", "decades", "generations"),

@@ -119,7 +119,7 @@ def curve_rows(
             about |= {"cpu_minutes": step * seconds[objective] / 60 if timed else math.nan}
             about |= {f"held_out_{key}": evaluated.get(step, {}).get(key, math.nan) for key in ("loss", "accuracy")}
             results = frozen / f"{arm}-step-{step:09d}" / "results.json"
-            if results.is_file() and (scores := frozen_scores(results)).keys() >= {f"frozen_{task}" for task in tasks}:
+            if results.is_file() and (scores := frozen_scores(results, tasks)):
                 about |= scores
             elif phase == "end" and arm in at_end:
                 about["frozen_mean"] = at_end[arm]
@@ -127,14 +127,15 @@ def curve_rows(
     return pd.DataFrame(rows)
 
 
-def frozen_scores(results: Path) -> dict[str, float]:
-    """Task -> test accuracy of the frozen encoder (median of its seeds), and their mean."""
-    tasks = json.loads(results.read_text())["tasks"]
+def frozen_scores(results: Path, tasks: Sequence[str]) -> dict[str, float]:
+    """Task -> test accuracy of the frozen encoder (median of its seeds), and their mean; empty until all are there."""
     found = {}
-    for name, task in tasks.items():
-        for entry in task["settings"]:
+    for name in tasks:
+        for entry in json.loads(results.read_text())["tasks"].get(name, {"settings": []})["settings"]:
             if entry["setting"]["mode"] == "frozen":
                 found[f"frozen_{name}"] = entry["scores"]["test"]["accuracy"]["median"]
+    if len(found) < len(tasks):
+        return {}
     return found | {"frozen_mean": float(np.mean(list(found.values())))}
 
 
@@ -143,11 +144,8 @@ def final_frozen_scores(measured: Path, names: Iterable[str], tasks: Sequence[st
     found = {}
     for arm in names:
         for results in (measured / "frozen" / arm / "results.json", measured / "tasks" / arm / "results.json"):
-            if results.is_file():
-                scores = frozen_scores(results)
-                wanted = [scores.get(f"frozen_{task}", math.nan) for task in tasks]
-                if not np.isnan(wanted).any():
-                    found[arm] = float(np.mean(wanted))
+            if results.is_file() and (scores := frozen_scores(results, tasks)):
+                found[arm] = scores["frozen_mean"]
     return found
 
 
