@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,9 @@ def load_model(
         revision: the Hub branch, tag or commit.
         trust_remote_code: run code that comes with the checkpoint.
         dtype: of the weights; ``None`` keeps the checkpoint's.
-        device: ``None`` leaves a ready module where it is and loads a named one on the GPU where there is one.
+        device: ``None`` leaves a ready module where it is and loads a named one on the GPU where there is one. A ready
+            module stays as it is: where dtype or device would change it, a copy is probed, which needs its memory once
+            more meanwhile.
 
     Raises:
         FileNotFoundError: the model is not there, in one line that says what was tried.
@@ -87,8 +90,9 @@ def load_model(
         module = _without_head(model)
         name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         revision = getattr(getattr(model, "config", None), "_commit_hash", None)
-        if dtype is not None or device is not None:
-            module = module.to(device=device, dtype=dtype)
+        if _would_change(module, dtype, device):
+            # A move alone could be undone, but not for a module spread over several devices, and a cast rounds.
+            module = copy.deepcopy(module).to(device=device, dtype=dtype)
         return ProbedModel(module, Path(name).name if Path(name).is_dir() else name, revision)
     if not isinstance(model, (str, Path)):
         raise TypeError(f"model must be a torch.nn.Module, a name or a folder, got {type(model).__name__}")
@@ -156,6 +160,16 @@ def _refuse_sharded(module: nn.Module) -> None:
             f"{type(module).__name__} is sharded ({sharded} is a DTensor) and the probe needs whole weights: "
             "save a checkpoint and probe that folder"
         )
+
+
+def _would_change(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> bool:
+    """Whether ``module.to(device, dtype)`` would move or cast anything."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if device is not None:
+        device = torch.empty(0, device=device).device  # "cuda" is the current one, by number
+        if any(tensor.device != device for tensor in tensors):
+            return True
+    return dtype is not None and any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors)
 
 
 def _without_head(model: nn.Module) -> nn.Module:

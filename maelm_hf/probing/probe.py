@@ -63,7 +63,7 @@ def probe_rank(
     dealt out between them (not those of an accelerate data loader, which deals them out itself).
 
     Args:
-        model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its mode, device and random state.
+        model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its weights, mode, device and random state.
         processor: the tokenizer, image processor or transform; ``None`` loads the one that belongs to a named model.
             Without one, pictures are resized and normalised in the usual way (a note says so) and float tensors are
             taken as they are.

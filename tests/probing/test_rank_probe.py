@@ -15,6 +15,7 @@ from torch import nn
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmModel
 from maelm_hf.probing import RankReport, effective_rank, entropy_effective_rank, probe_rank
+from maelm_hf.probing.loading import load_model
 
 TEXTS = random_texts(40)
 UNMASKED, MASKED, REAL, MASK = "unmasked", "masked/all", "masked/real", "masked/[MASK]"
@@ -296,6 +297,21 @@ def test_mode_and_random_state_are_untouched():
     probe(model, tokenizer, TEXTS)
     assert torch.equal(torch.rand(4), expected)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_another_dtype_or_device_is_that_of_a_copy():
+    model, tokenizer = small_bert(), word_tokenizer()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = probe(model, tokenizer, TEXTS, dtype="bfloat16")
+    assert report.settings["dtype"] == "bfloat16"
+    for layer in report.positions():
+        expected = probe(small_bert().bfloat16(), tokenizer, TEXTS).spectrum(layer)
+        torch.testing.assert_close(report.spectrum(layer), expected)
+    assert load_model(model, device="meta").device.type == "meta"
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+    assert load_model(model, dtype=torch.float32, device="cpu").module is model
 
 
 def test_long_sequences_are_cut_counted_and_told():
