@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,8 @@ def probe_rank(
     dealt out between them (not those of an accelerate data loader, which deals them out itself).
 
     Args:
-        model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its weights, mode, device and random state.
+        model: any module, a Hub id, a folder, or ``timm/NAME``. A module keeps its weights, mode and device,
+            and the random state is as before.
         processor: the tokenizer, image processor or transform; ``None`` loads the one that belongs to a named model.
             Without one, pictures are resized and normalised in the usual way (a note says so) and float tensors are
             taken as they are.
@@ -179,15 +180,12 @@ def accumulate(
     probed = ProbedModel(module, type(module).__name__)
     mask_share = encoder_mask_fraction(module)
     moments: dict[tuple[str, str], RepresentationMoments] = {}
-    # For the forward pass that runs: which tokens each population counts, and which ones enter the model at all.
+    # For the forward pass that runs: which tokens each population counts, and which ones enter the model (None: all).
     populations: dict[str, Tensor | None] = {}
     entering: Tensor | None = None
     index = torch.empty(0)
 
     def on_hidden(layer: str, hidden: Tensor) -> None:
-        nonlocal entering
-        if mask_share < 1 and entering is None:
-            entering = (hidden != 0).any(-1)  # a [MASK] token that is dropped is a row of zeros in every layer
         for population, counted in populations.items():
             if counted is not None and counted.shape != hidden.shape[:-1]:
                 raise ValueError(
@@ -205,13 +203,15 @@ def accumulate(
     with as_it_is_probed(module), capture_hidden_states(module, on_hidden, layers) as positions:
         for batch in batches:
             batch, index = batch.to(probed.device, probed.dtype), batch.index
-            populations, entering = {UNMASKED: batch.counted}, None
-            run(module, batch.inputs)
+            populations = {UNMASKED: batch.counted}
+            inputs, entering = without_dropped_masks(module, batch.inputs)
+            run(module, inputs)
             if batch.masked_ids is not None:
-                populations, entering = {REAL: batch.counted & ~batch.is_mask}, None
+                populations = {REAL: batch.counted & ~batch.is_mask}
                 if mask_share > 0:
                     populations[MASK] = batch.counted & batch.is_mask
-                run(module, {**batch.inputs, "input_ids": batch.masked_ids})
+                inputs, entering = without_dropped_masks(module, {**batch.inputs, "input_ids": batch.masked_ids})
+                run(module, inputs)
             if on_batch is not None:
                 on_batch(batch)
     return moments, dict(positions)
@@ -219,7 +219,34 @@ def accumulate(
 
 def encoder_mask_fraction(module: nn.Module) -> float:
     """The share of the [MASK] tokens that enter the encoder: 1 for a plain model, less where the config says so."""
-    return float(getattr(getattr(module, "config", None), "encoder_mask_fraction", 1.0))
+    config = getattr(module, "config", None)
+    if getattr(config, "mask_token_id", None) is None:  # then [MASK] is a token like any other to it
+        return 1.0
+    return float(getattr(config, "encoder_mask_fraction", 1.0))
+
+
+def without_dropped_masks(
+    module: nn.Module, inputs: Mapping[str, Any] | Tensor
+) -> tuple[Mapping[str, Any] | Tensor, Tensor | None]:
+    """The inputs such that the encoder sees no more of [MASK] than it did in training, and which tokens enter it.
+
+    MaeLmModel drops [MASK] tokens itself. Its stock form attends to them, unless they are padding: no token sees them
+    then, and the others keep their positions.
+
+    Returns:
+        The inputs, and (batch, tokens) bool; None where all tokens enter.
+    """
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs or encoder_mask_fraction(module) == 1:
+        return inputs, None
+    ids, attended = inputs["input_ids"], inputs.get("attention_mask")
+    if hasattr(module, "dropped_masks"):
+        positions = inputs.get("position_ids")
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        attended = None if attended is None else attended.bool()
+        return inputs, ~module.dropped_masks(ids, attended, positions, inputs.get("document_ids"))
+    dropped = ids == module.config.mask_token_id
+    attended = torch.ones_like(ids) if attended is None else attended
+    return {**inputs, "attention_mask": attended.masked_fill(dropped, 0)}, ~dropped
 
 
 def masking_for(
@@ -247,6 +274,17 @@ def masking_for(
         )
         notes.append(f"There is the unmasked population only: {reason}.")
         return None
+    fraction = encoder_mask_fraction(model.module)
+    if fraction < 1 and not hasattr(model.module, "dropped_masks"):
+        if fraction > 0:
+            notes.append(
+                f"There is the unmasked population only: the encoder was trained on a share {fraction} of the [MASK] "
+                "tokens, and in its stock form it cannot tell which ones; probe the MAE-LM checkpoint."
+            )
+            return None
+        notes.append(
+            "[MASK] tokens are hidden from this stock model, as they were in training (encoder_mask_fraction 0)."
+        )
     return Masking(mask_ratio, mask_token_id, sorted(tokenizer.all_special_ids), seed)
 
 

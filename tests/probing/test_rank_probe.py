@@ -14,6 +14,7 @@ from test_capture_hidden_states import FAMILIES, build, inputs_of
 from torch import nn
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmModel
+from maelm_hf.hub import export_native
 from maelm_hf.probing import RankReport, effective_rank, entropy_effective_rank, probe_rank
 from maelm_hf.probing.loading import load_model
 
@@ -127,12 +128,12 @@ def test_masks_are_those_of_the_collator():
         assert torch.equal(masked[tuple(ids)], expected)
 
 
-def mae_lm(fraction):
+def mae_lm(fraction, **more):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
     options = sizes | ids | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 40, "initializer_range": 0.3}
-    return MaeLmModel(MaeLmConfig(encoder_mask_fraction=fraction, **options)).eval()
+    return MaeLmModel(MaeLmConfig(encoder_mask_fraction=fraction, **(options | more))).eval()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -150,6 +151,62 @@ def test_a_model_that_drops_mask_tokens(fraction):
         # A dropped token is a row of zeros; were it counted, norms would start there.
         assert rows[MASK]["token_norm_q01"] > 0.1
     assert rows[REAL]["tokens"] < rows[UNMASKED]["tokens"]
+
+
+@torch.no_grad()
+def test_mask_tokens_that_never_entered_are_hidden_from_the_stock_form_too(tmp_path):
+    """The reference: stock BERT on what is left of each masked text, every token at its own position."""
+    model, tokenizer = mae_lm(0.0, relative_position_buckets=0), word_tokenizer()
+    stock = transformers.AutoModel.from_pretrained(export_native(model, tmp_path, tokenizer=tokenizer)).eval()
+    fed = []
+    hook = stock.register_forward_pre_hook(lambda _m, _a, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True)
+    of_stock = probe(stock, tokenizer, TEXTS, mask_ratio=0.3)
+    hook.remove()
+    assert any("[MASK] tokens are hidden from this stock model" in note for note in of_stock.notes)
+    states = []
+    for ids in (row for batch in fed[1::2] for row in batch):
+        left = (ids != tokenizer.mask_token_id) & (ids != tokenizer.pad_token_id)
+        left_ids, positions = ids[left][None], left.nonzero().T
+        states.append(stock(left_ids, position_ids=positions, output_hidden_states=True).hidden_states)
+    of_ours = probe(model, tokenizer, TEXTS, mask_ratio=0.3)
+    for number, layers in enumerate(zip(of_stock.positions(), of_ours.positions(), strict=True)):
+        tokens = torch.cat([layer_states[number][0] for layer_states in states]).double().numpy()
+        values = np.linalg.svd(tokens, compute_uv=False)
+        for report, layer in zip((of_stock, of_ours), layers, strict=True):
+            rows = rows_of(report, layer)
+            assert set(rows) == {UNMASKED, MASKED, REAL}
+            assert rows[MASKED]["tokens"] == rows[REAL]["tokens"] == len(tokens)
+            assert rows[MASKED]["effective_rank"] == effective_rank(values)
+            np.testing.assert_allclose(report.spectrum(layer, REAL)[:-1], values[:-1], rtol=1e-4)
+
+
+def test_dropped_mask_tokens_of_a_backbone_are_not_counted():
+    """Inside a backbone their rows are no zeros; they are in what MaeLmModel returns."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    backbone = transformers.BertConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=40, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    model = MaeLmModel(MaeLmConfig(encoder_mask_fraction=0.5, backbone_config=backbone, mask_token_id=3))
+    fed, states = [], []
+    model.register_forward_pre_hook(lambda _m, _a, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True)
+    model.register_forward_hook(lambda _m, _a, output: states.append(output.last_hidden_state))
+    report = probe(model, word_tokenizer(), TEXTS, mask_ratio=0.3)
+    kept, masked = [], 0
+    for ids, hidden in zip(fed[1::2], states[1::2], strict=True):
+        is_mask = ids == 3
+        kept.append(hidden[is_mask & (hidden != 0).any(-1)])
+        masked += int(is_mask.sum())
+    kept = torch.cat(kept).double().numpy()
+    assert 0.3 * masked < len(kept) < 0.7 * masked
+    assert {rows_of(report, layer)[MASK]["tokens"] for layer in report.positions()} == {len(kept)}
+    values = np.linalg.svd(kept, compute_uv=False)
+    np.testing.assert_allclose(report.spectrum("backbone.encoder.layer.1", MASK)[:-1], values[:-1], rtol=1e-4)
+
+
+def test_a_stock_model_that_saw_some_of_the_mask_tokens_has_the_unmasked_population_alone(tmp_path):
+    model, tokenizer = mae_lm(0.5, relative_position_buckets=0), word_tokenizer()
+    report = probe(export_native(model, tmp_path, tokenizer=tokenizer), None, TEXTS)
+    assert {row["population"] for row in report.rows} == {UNMASKED}
+    assert any("trained on a share 0.5 of the [MASK] tokens" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
