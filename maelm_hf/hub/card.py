@@ -18,7 +18,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from safetensors import safe_open
+from transformers import AutoConfig
 
+from ..configuration_maelm import OFFSET_BACKBONES
 from .card_text import LIMITS, describe, form, method, snippets
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ NOT_MEASURED = "not measured"
 NOT_STATED = "not stated"
 # Data sets that training/finetune.py takes from elsewhere have no page on the Hub, which .eval_results links to.
 NOT_ON_THE_HUB = ("local", "pypi/", "npm/", "debian/", "cran/", "conda/", "maven/")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
@@ -114,6 +117,7 @@ def write_card(
         license: Of the weights, by its Hub identifier ("apache-2.0").
         data_license: Of the training data, in words.
     """
+    config = with_sizes(config)
     entries = measured.results.get("evaluation", [])
     native = config["model_type"] != "maelm"
     pipeline = _pipeline(config)
@@ -214,6 +218,17 @@ def _environment(environment: Mapping[str, Any]) -> str:
 def _training_data(measured: Measurements) -> str:
     corpus = measured.training.get("corpus")
     return f"{corpus}." if corpus else f"The training run left no summary: {NOT_MEASURED}."
+
+
+def with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with its sizes by our names, whatever its architecture calls them (DistilBERT: n_layers, dim)."""
+    if config["model_type"] == "maelm":
+        return dict(config)
+    stock = AutoConfig.for_model(**config)
+    sizes = {name: getattr(stock, name, None) for name in SIZES}
+    if stock.model_type in OFFSET_BACKBONES:  # the table of positions has rows that no token gets
+        sizes["max_position_embeddings"] -= stock.pad_token_id + 1
+    return {**config, **sizes}
 
 
 def _count_parameters(folder: Path) -> int:

@@ -19,14 +19,16 @@ def describe(config: Mapping[str, Any]) -> str:
     size = f"{config['num_hidden_layers']} layers, {config['hidden_size']} dimensions"
     head = next((text for suffix, text in HEADS.items() if architecture.endswith(suffix)), None)
     fraction = config.get("encoder_mask_fraction")
+    # A backbone may have been pretrained in its own way before: the config knows of the training here alone.
+    done, then = ("pretrained", "") if config.get("backbone_config") is None else ("trained", "in that training ")
     if fraction is None:
-        trained = "in the form of a stock model of transformers"
+        trained = f"a stock `{config['model_type']}` model of transformers"
     elif fraction == 0:
-        trained = "pretrained with MAE-LM: [MASK] never entered it"
+        trained = f"{done} with MAE-LM: {then}[MASK] never entered it"
     elif fraction == 1:
-        trained = "pretrained as a plain masked language model: it saw every [MASK]"
+        trained = f"{done} as a plain masked language model: {then}it saw every [MASK]"
     else:
-        trained = f"pretrained with a share {fraction} of the [MASK] tokens in its input, the rest left to the decoder"
+        trained = f"{done} with a share {fraction} of the [MASK] tokens in its input, the rest left to the decoder"
     return f"A bidirectional transformer encoder for text ({size}), {trained}" + (f"; {head}." if head else ".")
 
 
@@ -34,8 +36,9 @@ def form(config: Mapping[str, Any]) -> str:
     """How it loads, and which form to prefer."""
     if config["model_type"] != "maelm":
         return (
-            "The weights are in the form of BERT: they load with `transformers` alone, without further code, and in "
-            "every tool that takes BERT. This is the recommended form for fine-tuning and serving."
+            f"The weights are in the form of a stock `{config['model_type']}` model: they load with `transformers` "
+            "alone, without further code, and in every tool that takes such a model. This is the recommended form for "
+            "fine-tuning and serving."
         )
     code = (
         "The model's code lies in this repository: it loads with `trust_remote_code=True`, or without it where the "
@@ -44,6 +47,12 @@ def form(config: Mapping[str, Any]) -> str:
     if config.get("relative_position_buckets"):
         return (
             code + "Its relative-position bias has no place in a stock architecture, so there is no other form of it."
+        )
+    backbone = config.get("backbone_config")
+    if backbone is not None:
+        return code + (
+            f"Its encoder alone is a stock `{backbone['model_type']}` model, which loads without code and is "
+            f"recommended for fine-tuning: `maelm export MODEL OUT --to {backbone['model_type']}`."
         )
     return code + (
         "For fine-tuning and serving its stock BERT form is recommended, which loads without code: "
@@ -169,8 +178,9 @@ def _always(config, measured) -> bool:
 # Each with the condition, of the config and the measurements, under which a card says it.
 LIMITS = (
     (
-        lambda config, measured: config["model_type"] != "maelm" and config.get("encoder_mask_fraction", 0) < 1,
-        "In this form the encoder takes [MASK] in like any token, though it never saw it: do not fill masks with it.",
+        # Of a stock config without the key nobody knows how it met [MASK].
+        lambda config, measured: config["model_type"] != "maelm" and config.get("encoder_mask_fraction", 1) < 1,
+        "In this form the encoder takes every [MASK] in, which in training it did not: do not fill masks with it.",
     ),
     (
         lambda config, measured: config["model_type"] == "maelm" and config.get("encoder_mask_fraction", 0) < 1,

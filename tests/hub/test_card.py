@@ -12,8 +12,9 @@ import pytest
 import yaml
 from hub_helpers import tiny_model
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from transformers import DistilBertConfig, RobertaConfig
 
-from maelm_hf import MaeLmForSequenceClassification
+from maelm_hf import MaeLmConfig, MaeLmForMaskedLM, MaeLmForSequenceClassification
 from maelm_hf.hub import export_native
 from maelm_hf.hub.publish import build_folder
 
@@ -230,6 +231,43 @@ def test_cards_recommend_the_stock_form_where_there_is_one(folders):
     assert "no other form" in full
     assert "saw every [MASK]" in plain
     assert 'revision="v2"' in head
+
+
+OTHER_ENCODERS = {
+    "distilbert": DistilBertConfig(
+        vocab_size=300, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
+    ),
+    "roberta": RobertaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=66,  # the first two are no token's
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHER_ENCODERS)
+def test_cards_of_other_encoders_say_what_they_are(model_type, tmp_path):
+    config = OTHER_ENCODERS[model_type]
+    model = MaeLmForMaskedLM(MaeLmConfig(backbone_config=config, mask_token_id=4, decoder_num_hidden_layers=1))
+    build_folder(model, "org/continued", tmp_path / "continued")
+    ours = (tmp_path / "continued" / "README.md").read_text()
+    assert "trained with MAE-LM: in that training [MASK] never entered it" in ours
+    assert "pretrained with MAE-LM" not in ours  # what the backbone was before, the config does not say
+    (to,) = re.findall(r"`maelm export MODEL OUT --to (\w+)`", ours)
+    export_native(tmp_path / "continued", tmp_path / "encoder", to=to)
+    build_folder(tmp_path / "encoder", "org/encoder", tmp_path / "published")
+    stock = (tmp_path / "published" / "README.md").read_text()
+    assert f"in the form of a stock `{model_type}` model" in stock
+    assert "do not fill masks" not in stock  # its config does not say how it met [MASK]
+    for card in (ours, stock):
+        check_pattern(card)
+        assert "(2 layers, 32 dimensions)" in card
+        for row in ("Encoder | 2 layers, 32 wide", "Attention heads | 4", "Vocabulary | 300"):
+            assert f"| {row} |" in card
+        assert "| Longest sequence (tokens) | 64 |" in card
 
 
 def test_every_snippet_of_every_card_runs_without_the_package(folders, run_python):
