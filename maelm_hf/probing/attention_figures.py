@@ -98,7 +98,10 @@ def overlay_figure(
     if what not in ("maps", "centers"):
         raise ValueError(f"what={what!r} must be 'maps' or 'centers'")
     if "pictures" not in tensors:
-        raise ValueError("the report keeps no image: probe images on a grid with overlay_images=1 or more")
+        raise ValueError(
+            "the report keeps no image: probe a model that attends over a whole grid (windows are not drawn) with "
+            "overlay_images=1 or more"
+        )
     pictures = tensors["pictures"]
     found = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("centers."))
     total = tensors[f"centers.{found[0]}"].shape[1]
@@ -114,6 +117,7 @@ def overlay_figure(
     figure = Figure(figsize=(1.75 * (len(heads) + 1), 1.75 * len(layers) + 0.75), layout="constrained")
     cells = figure.subplots(len(layers), len(heads) + 1, squeeze=False)
     for row, layer in enumerate(layers):
+        grid = tensors[f"grid.{layer}"].tolist() if f"grid.{layer}" in tensors else settings["grid"]  # older reports
         _picture(cells[row][0], picture, None)
         cells[row][0].set_ylabel(f"layer {layer}", fontsize=9)
         for column, head in enumerate(heads, start=1):
@@ -121,9 +125,9 @@ def overlay_figure(
             if what == "maps":
                 weights = tensors[f"{source}.{layer}"][image, head]
                 weights = weights if query is None else weights[query]
-                _picture(axes, picture, _on_grid(weights, settings["grid"]))
+                _picture(axes, picture, _on_grid(weights, grid))
             else:
-                _centers(axes, picture, tensors[f"centers.{layer}"][image, head].float().numpy(), settings["grid"])
+                _centers(axes, picture, tensors[f"centers.{layer}"][image, head].float().numpy(), grid)
             if row == 0:
                 axes.set_title(f"head {head}", fontsize=9)
     cells[0][0].set_title("input", fontsize=9)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,22 +16,26 @@ from .images import displayable
 
 
 class Overlays:
-    """Keeps, per layer of a model with a grid, for the first `images` images:
+    """Keeps, per layer of `layouts` whose maps span the whole grid (those of windows do not), under its number there,
+    for the first `images` images:
 
     - ``centers.LAYER`` (images, heads, patches, 2): where each patch looks on average, in grid units;
     - ``received.LAYER`` (images, heads, patches): attention that a patch gets, mean over patches that look;
     - ``prefix.LAYER`` (images, heads, patches): the first prefix token's (CLS) row, renormalised over the patches;
     - ``query.LAYER`` (images, heads, queries, patches): rows of the patches in ``queries``, spread over the grid;
-    - ``rollout.LAYER`` (images, patches): rollout down to this layer from CLS, or the mean over patches without one.
+    - ``rollout.LAYER`` (images, patches): rollout down to this layer from CLS, or the mean over patches without one;
+    - ``grid.LAYER`` (2,): rows and columns of its patches; the stages of a hierarchical model differ.
 
-    ``pictures`` (images, height, width, 3) are the inputs as the model saw them.
+    ``pictures`` (images, height, width, 3) are the inputs as the model saw them, where there is anything to draw on
+    them.
     """
 
-    def __init__(self, images: int):
-        self._wanted = images
+    def __init__(self, images: int, layouts: Sequence[LayerLayout]):
+        self._wanted = images if any(_spans_grid(layout) for layout in layouts) else 0
         self._kept = 0  # images of earlier batches
         self._now = 0  # images of the running batch
-        self._layers: list[str] = []
+        self._layouts = layouts
+        self._numbers = {layout.name: number for number, layout in enumerate(layouts)}
         self._tensors: dict[str, list[Tensor]] = {}
 
     def start(self, pixels: Tensor | None) -> None:
@@ -40,7 +46,7 @@ class Overlays:
             self._keep("pictures", displayable(image))
 
     def of_layer(self, layout: LayerLayout, maps: AttentionMaps) -> _LayerOverlay:
-        wanted = self._now if layout.grid is not None and not layout.windowed else 0
+        wanted = self._now if _spans_grid(layout) else 0
         return _LayerOverlay(self, layout, maps, wanted)
 
     def add_rollout(self, layout: LayerLayout, rolled: Tensor) -> None:
@@ -51,12 +57,13 @@ class Overlays:
 
     def tensors(self) -> dict[str, Tensor]:
         sizes = {image.shape for image in self._tensors.get("pictures", ())}
-        return {} if len(sizes) > 1 else {name: torch.stack(parts) for name, parts in self._tensors.items()}
+        if len(sizes) != 1:
+            return {}
+        grids = {self._key("grid", one): torch.tensor(one.grid) for one in self._layouts if _spans_grid(one)}
+        return grids | {name: torch.stack(parts) for name, parts in self._tensors.items()}
 
     def _key(self, kind: str, layout: LayerLayout) -> str:
-        if layout.name not in self._layers:
-            self._layers.append(layout.name)
-        return f"{kind}.{self._layers.index(layout.name)}"
+        return f"{kind}.{self._numbers[layout.name]}"
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self._tensors.setdefault(name, []).append(tensor.cpu())
@@ -107,6 +114,10 @@ def spread_queries(grid: tuple[int, int]) -> list[int]:
     height, width = grid
     places = [(2, 2), (1, 1), (1, 3), (3, 1), (3, 3)]
     return sorted({(row * height // 4) * width + column * width // 4 for row, column in places})
+
+
+def _spans_grid(layout: LayerLayout) -> bool:
+    return layout.grid is not None and not layout.windowed
 
 
 def _renormalised(weights: Tensor) -> Tensor:

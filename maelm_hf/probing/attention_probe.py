@@ -145,7 +145,7 @@ class _Measurement:
     def __init__(self, probed: ProbedModel, given: Given, overlay_images: int, seed: int, notes: list[str]):
         self.model, self.given, self.seed, self.notes = probed, given, seed, notes
         self.layouts: list[LayerLayout] = []
-        self.overlays = Overlays(overlay_images)
+        self._overlay_images = overlay_images
         self._statistics: dict[str, AttentionStatistics] = {}
         self._rollout: dict[str, AttentionStatistics] = {}
         self._hidden: dict[str, MeanAndSpread] = {}
@@ -193,6 +193,7 @@ class _Measurement:
     def _prepare(self, layouts: list[LayerLayout]) -> None:
         """Make the accumulators."""
         self.layouts = layouts
+        self.overlays = Overlays(self._overlay_images, layouts)
         self._by_name = {layout.name: layout for layout in self.layouts}
         self._blocks = {layout.name: _block_of(layout.name) for layout in self.layouts if _block_of(layout.name)}
         if any(layout.windowed for layout in self.layouts):

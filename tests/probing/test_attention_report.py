@@ -7,7 +7,8 @@ import re
 import pandas as pd
 import pytest
 import torch
-from attention_models import build, pixels
+import transformers
+from attention_models import SoftmaxBlock, build, by_fused_attention, pixels, sharpened
 from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
@@ -78,6 +79,62 @@ def test_overlays_of_chosen_heads_and_layers(report):
     assert set(bare.figures()) == {"attention_by_layer", "attention_by_head"}
     with pytest.raises(ValueError, match="overlay_images"):
         bare.plot_overlay()
+
+
+def swin(stages: int) -> transformers.SwinModel:
+    torch.manual_seed(0)
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4}
+    config = transformers.SwinConfig(depths=[2] * stages, num_heads=[2] * stages, **sizes)
+    return sharpened(transformers.SwinModel(config)).eval()
+
+
+def test_a_model_of_windows_alone_has_no_overlays_and_its_report_is_written(tmp_path):
+    report = probe_attention(swin(stages=2), pixels(), progress=False)
+    assert report.tensors == {}
+    assert "attention_by_head" in report.figures()
+    assert (report.save(tmp_path / "out") / "report.html").is_file()
+    with pytest.raises(ValueError, match="windows are not drawn"):
+        report.plot_overlay()
+
+
+def test_overlays_are_numbered_as_the_layers_of_the_table():
+    """The third stage of this Swin is one window: the whole grid."""
+    model = swin(stages=3)
+    report = probe_attention(model, pixels(), progress=False)
+    kept = {int(name.rpartition(".")[2]) for name in report.tensors if name != "pictures"}
+    names = report.to_dataframe().groupby("layer_index")["layer"].first()
+    assert {names[number].split(".attention")[0] for number in kept} == {
+        f"encoder.layers.2.blocks.{block}" for block in range(2)
+    }
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        last = model(pixels(), output_attentions=True).attentions[-1]  # (images, heads, 16, 16)
+    torch.testing.assert_close(report.tensors["received.5"].float(), last.mean(2), rtol=2e-3, atol=1e-3)
+    figure = report.plot_overlay("centers", layers=[5])
+    assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ["layer 5"]
+    assert "attention_maps" in report.figures()
+
+
+class Pyramid(torch.nn.Module):
+    """Attention over 8 x 8 patches, then over every 2 x 2 of them merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Conv2d(3, 16, 4, 4)
+        self.layers = torch.nn.ModuleList(SoftmaxBlock(by_fused_attention, 2, 16) for _ in range(2))
+
+    def forward(self, images):
+        fine = self.layers[0](self.embed(images).flatten(2).mT)
+        return self.layers[1](torch.nn.functional.avg_pool2d(fine.mT.unflatten(2, (8, 8)), 2).flatten(2).mT)
+
+
+def test_every_stage_is_drawn_on_its_own_grid():
+    torch.manual_seed(0)
+    report = probe_attention(Pyramid(), pixels(), progress=False)
+    assert [report.tensors[f"grid.{layer}"].tolist() for layer in range(2)] == [[8, 8], [4, 4]]
+    maps = report.plot_overlay("maps", heads=[0]).axes  # the input and a head, layer by layer
+    drawn = [maps[cell].images[-1].get_array().shape for cell in (1, 3)]
+    assert drawn == [(8, 8), (4, 4)]
 
 
 def test_the_main_figure_has_a_line_a_model(report):
