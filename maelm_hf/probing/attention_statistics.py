@@ -82,14 +82,32 @@ class MeanAndSpread(Metric):
         return result | {f"{name}_std": row for name, row in zip(self.names, spread, strict=True)}
 
     def merge(self, other: Self | dict[str, Tensor]) -> Self:
-        """Add the sums of another accumulator, or of its `state_dict`; returns self."""
+        """Add the sums of another accumulator, or of its `state_dict`; returns self.
+
+        Raises:
+            ValueError: sums of other shapes, or missing ones; nothing is added then.
+        """
         state = other.metric_state if isinstance(other, Metric) else other
         for name in self._defaults:
             mine = getattr(self, name)
-            if state[name].shape != mine.shape:
-                raise ValueError(f"{name} has shape {tuple(mine.shape)} here and {tuple(state[name].shape)} there")
-            mine += state[name].to(mine)
+            if name not in state or state[name].shape != mine.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise ValueError(
+                    f"{name} has shape {tuple(mine.shape)} here and {found} there: merge equal numbers and num_heads"
+                )
+        for name in self._defaults:
+            getattr(self, name).add_(state[name].to(getattr(self, name)))
+        self._changed()
         return self
+
+    def _changed(self) -> None:
+        """Tell torchmetrics that there are sums, and that what compute returned before is out of date."""
+        self._update_count += 1
+        self._computed = None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._changed()
 
     def _apply(self, fn: Any, exclude_state: Any = "") -> Self:
         """Move the sums with `.to(device)`, and keep them float64 whatever `.to(dtype)`, `half()` ... ask for."""

@@ -203,6 +203,30 @@ def test_merge_is_the_union():
         filled(maps).merge(AttentionStatistics(5, GRID, PREFIX))
 
 
+@pytest.mark.parametrize("how", ["merge", "load_state_dict"])
+def test_what_was_computed_before_is_not_given_again(how):
+    maps = random_maps()
+    one, other = filled(maps[:1]), filled(maps[1:])
+    one.compute()
+    if how == "merge":
+        one.merge(other)
+        expected = filled(maps).compute()
+    else:
+        one.load_state_dict(other.state_dict())
+        expected = other.compute()
+    for name, value in one.compute().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_sums_that_do_not_fit_add_nothing():
+    statistics = filled(random_maps())
+    state = {name: value.clone() for name, value in statistics.metric_state.items()}
+    for wrong in (state | {"queries_left_out": torch.zeros(1, 5)}, {k: v for k, v in state.items() if k != "count"}):
+        with pytest.raises(ValueError, match=r"here and .* there: merge equal numbers and num_heads"):
+            statistics.merge(wrong)
+    assert all(torch.equal(getattr(statistics, name), value) for name, value in state.items())
+
+
 def _one_of_two(rank: int, address: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
     statistics = filled(random_maps()[: 1 if rank == 0 else 4][rank:])  # one image here, three there
