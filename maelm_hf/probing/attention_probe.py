@@ -101,7 +101,7 @@ def probe_attention(
     probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
     if random_init:
         _forget_training(probed, seed)
-    data = open_data(images, column)
+    data = open_data(images, column, probed)
     take_tower(probed, data.modality())
     notes += probed.notes
     world = dist.get_world_size() if dist.is_initialized() else 1

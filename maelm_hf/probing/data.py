@@ -8,10 +8,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from .loading import ProbedModel
 
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
 TABLE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -49,7 +52,7 @@ class ProbeData:
         return {(True, False): "texts", (False, True): "images"}.get((has_ids, has_pixels))
 
 
-def open_data(data: Any, column: str | None = None) -> ProbeData:
+def open_data(data: Any, column: str | None = None, model: ProbedModel | None = None) -> ProbeData:
     """Find out what ``data`` is.
 
     Args:
@@ -57,6 +60,8 @@ def open_data(data: Any, column: str | None = None) -> ProbeData:
             or name of a ``datasets`` data set (``name[:config[:split]]``), a loaded data set, texts, images, or an
             iterable of ready batches (mappings of tensors, tensors, or tuples whose first entry is the input).
         column: the column of a table or data set; ``None`` takes ``text`` or ``image``, whichever exists.
+        model: what the data is for. A float tensor (3, 128, 64) may be an image or three sequences of vectors: it is an
+            image unless the model starts on vectors of this width.
 
     Raises:
         FileNotFoundError: a path or data set that is not there.
@@ -81,6 +86,8 @@ def open_data(data: Any, column: str | None = None) -> ProbeData:
         chosen = _choose_column(first, column)
         kind = _kind_of(first[chosen])
         items = (row[chosen] for row in items)
+    elif isinstance(first, torch.Tensor) and first.is_floating_point() and model is not None:
+        kind = "batches" if model.takes_features(first.shape[-1]) else kind
     return ProbeData(kind, items, f"{type(data).__name__} of {kind}", length, sharded)
 
 

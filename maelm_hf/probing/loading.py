@@ -60,6 +60,13 @@ class ProbedModel:
             return self.module.main_input_name == "pixel_values"
         return hasattr(self.module, "patch_embed") or hasattr(self.module, "default_cfg")
 
+    def takes_features(self, width: int) -> bool:
+        """Whether it starts on vectors (..., width), as nn.TransformerEncoder does, as far as its weights say so."""
+        if self.takes_images or any(isinstance(module, nn.Conv2d) for module in self.module.modules()):
+            return False
+        first = next((parameter for parameter in self.module.parameters() if parameter.ndim == 2), None)
+        return first is not None and first.shape[1] == width  # a linear map's weight is (out, in)
+
 
 def load_model(
     model: nn.Module | str | Path,

@@ -91,7 +91,7 @@ def probe_rank(
     if data is None:
         raise ValueError("data is missing: pass texts, a file, a data set, images or batches")
     probed = load_model(model, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
-    opened = open_data(data, column)
+    opened = open_data(data, column, probed)
     take_tower(probed, opened.modality())
     loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     if processor is None and opened.kind == "texts" and probed.source is not None:

@@ -204,6 +204,12 @@ def test_a_hand_written_model_without_a_convolution(attend):
     assert given.rows == report.rows
 
 
+def test_single_pictures_for_a_model_without_a_convolution_are_stacked():
+    torch.manual_seed(0)
+    model, images = SoftmaxViT(by_matmul), pixels(4, height=16, width=40)
+    assert probe(model, list(images)).rows == probe(model, images).rows
+
+
 def test_a_bare_transformer_encoder_is_a_sequence_unless_a_grid_is_given():
     torch.manual_seed(0)
     model = sharpened(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2))

@@ -15,7 +15,7 @@ from torch import nn
 
 from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmModel
 from maelm_hf.hub import export_native
-from maelm_hf.probing import RankReport, effective_rank, entropy_effective_rank, probe_rank
+from maelm_hf.probing import RankReport, effective_rank, entropy_effective_rank, probe_attention, probe_rank
 from maelm_hf.probing.loading import load_model
 
 TEXTS = random_texts(40)
@@ -329,6 +329,19 @@ def test_bare_module_with_named_layers_and_a_loader():
     assert report.rows[0]["tokens"] == 64
     values = np.linalg.svd(model[0](features).detach().double().numpy(), compute_uv=False)
     np.testing.assert_allclose(report.spectrum("0")[:4], values[:4], rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_ready_batches_of_vectors_are_no_images_whatever_their_size(batch_size):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
+    batches = torch.randn(4, batch_size, 12, 16, generator=torch.Generator().manual_seed(0))
+    report = probe(model, None, list(batches))
+    with torch.no_grad():
+        states = torch.cat([model(batch) for batch in batches])
+    assert report.rows[0]["tokens"] == 4 * batch_size * 12
+    np.testing.assert_allclose(report.spectrum("layers.1")[:-1], final_tokens_spectrum(states)[:-1], rtol=1e-4)
+    assert probe_attention(model, list(batches), progress=False).settings["images"] == 4 * batch_size
 
 
 def test_ready_batches_are_masked_too():
