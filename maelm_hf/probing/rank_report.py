@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -27,6 +28,10 @@ class RankReport(Report):
     how much it rests on; ``effective_rank`` is at the tau, power and centring of ``settings``, with the bounds of its
     95 % interval in ``_low`` and ``_high``; every number has its value at half of the tokens in ``_half``, and in
     ``_settled`` whether that agrees (see :mod:`maelm_hf.probing.resampling`).
+
+    Rows of masked/[MASK] say how far its tokens lie outside the subspace of the real ones: ``subspace_dim`` (of
+    masked/real: the effective rank at this tau and power, always raw), ``mask_energy_outside`` and
+    ``real_energy_outside`` (shares), ``principal_angle_median`` and ``principal_angle_max`` (degrees).
     """
 
     kind: ClassVar[str] = "rank"
@@ -50,7 +55,8 @@ class RankReport(Report):
         rows, tensors = rank_table(moments, positions, settings)
         if not rows:
             raise ValueError("the data gave no token: nothing was measured")
-        return cls(rows, dict(settings), tensors, [*notes, *_warnings(rows)])
+        told = dict.fromkeys([*notes, *_warnings(rows, settings)])  # merged reports bring theirs along
+        return cls(rows, dict(settings), tensors, told)
 
     @classmethod
     def merge(cls, reports: Sequence[Self]) -> Self:
@@ -162,7 +168,7 @@ def _layer_and_population(key: str) -> tuple[str, str]:
     raise ValueError(f"moments of {key!r} belong to no known population {POPULATIONS}")
 
 
-def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _warnings(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
     """What a reader of these rows has to know."""
     notes = []
     positions = {row["position"]: row["layer"] for row in rows}
@@ -170,6 +176,11 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         notes.append(
             f"The model's last hidden state is post-norm: {positions['final norm']} normalises what the last block "
             "returns. It is a row of its own; the blocks' rows are what the blocks return."
+        )
+    if settings["centred"] and any(not math.isnan(row["subspace_dim"]) for row in rows):
+        notes.append(
+            "subspace_dim, the energies outside and the principal angles are of the raw tokens: they are about row "
+            "spaces, from which no mean is taken."
         )
     thin = sorted({row["population"] for row in rows if row["tokens"] < row["dim"]})
     if thin:

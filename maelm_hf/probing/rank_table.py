@@ -210,7 +210,8 @@ def _deficiency(measured: Mapping[str, _Measured], seed: int) -> Row:
 def _containment(real: RepresentationMoments, mask: RepresentationMoments, settings: Settings) -> Row:
     """Is the row space of the [MASK] tokens inside that of the real ones (Theorem 2.2 of Meng et al. says: not)?
 
-    Both spaces are spanned by the right singular vectors that the effective rank counts, k of them for real tokens.
+    Both spaces are spanned by the right singular vectors that the effective rank of the tokens as they are counts, k of
+    them for real tokens: the theorem is about row spaces, so the mean stays in, whatever ``centred`` says.
     """
     real_energy, real_vectors = torch.linalg.eigh(real.second_moment().cpu().double())
     mask_energy, mask_vectors = torch.linalg.eigh(mask.second_moment().cpu().double())

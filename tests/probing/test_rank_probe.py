@@ -101,6 +101,16 @@ def _containment_is_numpys(row, real, mask):
     assert row["principal_angle_max"] == pytest.approx(angles.max(), abs=0.1)
 
 
+def test_subspaces_are_of_the_raw_tokens_and_a_centred_report_says_so():
+    raw, centred = (probe(small_bert(), word_tokenizer(), TEXTS, centred=centred) for centred in (False, True))
+    told = "subspace_dim, the energies outside and the principal angles are of the raw tokens"
+    assert [any(note.startswith(told) for note in report.notes) for report in (raw, centred)] == [False, True]
+    for layer in centred.positions():
+        one, other = rows_of(raw, layer), rows_of(centred, layer)
+        assert other[MASK]["subspace_dim"] == one[REAL]["effective_rank"]
+        assert other[MASK]["mask_energy_outside"] == one[MASK]["mask_energy_outside"]
+
+
 def test_masks_depend_on_the_seed_and_not_on_the_batches():
     model, tokenizer = small_bert(), word_tokenizer()
     spectra = [
