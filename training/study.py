@@ -228,6 +228,7 @@ def report() -> None:
         STUDY.mkdir(exist_ok=True)
         for name, table in (("ranks", ranks), ("scores", scores), ("curves", curves)):
             table.to_csv(STUDY / f"{name}.csv", index=False, float_format="%.6g")
+        shutil.copyfile(OUT / "step_times.json", STUDY / "step_times.json")
         study_figures.draw_ranks(ranks, STUDY / "ranks.png")
         study_figures.draw_curves(curves, ranks, STUDY / "curves.png")
         study_figures.draw_scores(scores, STUDY / "scores.png")

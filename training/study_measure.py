@@ -8,7 +8,6 @@ Everything finished is kept and not repeated; see `training/study.py` for the co
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from .finetune_report import load_results, write_json
 HELD_OUT = Path("runs/corpus/heldout.jsonl")  # no run trains on it
 SAMPLE = Path("model_cards/sample.txt")
 PROBED_TOKENS = 65_536
-COMPARED_DOCUMENTS = 1024
 CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2750, 3250)  # as far as the learning rate is constant
 SEEDS = 5
 
@@ -118,7 +116,7 @@ def sample_loss(model: str | Path, text: Path = SAMPLE, **loading: object) -> di
 def held_out_loss(model: Path, file: Path) -> None:
     """The loss of held-out documents at one mask ratio for all arms, whatever theirs was; their first 128 tokens."""
     with HELD_OUT.open(encoding="utf-8") as lines:
-        documents = [json.loads(line)["text"] for line in itertools.islice(lines, COMPARED_DOCUMENTS)]
+        documents = [json.loads(line)["text"] for line in lines]
     write_json(file, loss_on(model, documents))
 
 

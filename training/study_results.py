@@ -63,6 +63,7 @@ def score_rows(tasks: Path, names: Mapping[str, str]) -> pd.DataFrame:
             cells = [json.loads(path.read_text()) for path in sorted((folder / "cells").glob("*.json"))]
             for cell in _best_setting([cell for cell in cells if cell["cell"]["data_digest"] == digest]):
                 seed, about = cell["cell"]["seed"], {"arm": arm, "objective": objective, "task": folder.name}
+                about["learning_rate"] = cell["setting"].get("learning_rate")  # none of a probe
                 fine_tuned = cell["cell"]["mode"] == "finetune"
                 scores = {"finetune": cell["scores"]} if fine_tuned else cell["pooled"]
                 for mode, splits in scores.items():
