@@ -252,7 +252,8 @@ def _publish(name: str) -> Path:
     used = summary["steps"] * seconds
     summary |= {"seconds": used, "tokens_per_second": summary["tokens"] / used, "share_of_peak": None}
     summary["samples"] = {str(study_measure.SAMPLE): json.loads((measured / "sample" / f"{name}.json").read_text())}
-    summary["fill_mask"] = json.loads((measured / "words" / f"{name}.json").read_text())
+    words = json.loads((measured / "words" / f"{name}.json").read_text())
+    summary["fill_mask"] = [entry | {"expected": study_measure.FILL_MASK[entry["text"]]} for entry in words]
     folder = measured / "card" / name
     write_json(folder / "summary.json", summary)
     shutil.copyfile(OUT / name / "recipe.yaml", folder / "recipe.yaml")

@@ -39,7 +39,7 @@ TASKS = {
     "brown_pos": (32, 0.5),
 }
 CURVE_TASKS = ("rotten_tomatoes", "sentences_amazon", "sentences_imdb", "sentences_yelp", "bbc")
-# Said before any model had seen them. Each names words of which one at least should be among the five likeliest.
+# Of the words named, one at least should be among the five likeliest.
 FILL_MASK = {
     "He lived in the city for many [MASK].": ("years", "days", "months", "weeks", "decades", "generations"),
     "She opened the door and went [MASK] the house.": ("into", "to", "through", "inside", "in", "around"),

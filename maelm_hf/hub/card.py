@@ -292,8 +292,10 @@ def _pretraining(training: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _guesses(found: Mapping[str, Any]) -> tuple[str, str]:
-    return found["text"], ", ".join(f"`{word}`" for word in found["words"])
+def _guesses(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    words, expected = (", ".join(f"`{word}`" for word in found[key]) for key in ("words", "expected"))
+    among = "among them" if set(found["words"]) & set(found["expected"]) else "none of them"
+    return found["text"], words, f"{expected}: {among}"
 
 
 def _rank(measured: Measurements, config: Mapping[str, Any]) -> dict[str, Any] | None:
