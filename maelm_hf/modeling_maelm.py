@@ -22,7 +22,7 @@ import copy
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -1020,6 +1020,8 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         mask_token_id: int | None = None,
         add_mask_token: bool = False,
         trust_remote_code: bool = False,
+        revision: str = "main",
+        token: str | bool | None = None,
         **settings,
     ) -> "MaeLmForMaskedLM":
         """
@@ -1037,6 +1039,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             add_mask_token: Give `tokenizer` a token [MASK], and the model a row for it, where there is none.
             trust_remote_code: Run the checkpoint's own code, should it bring some. A model saved on such an encoder
                 loads where its classes are registered.
+            revision, token: Branch, tag or commit on the Hub, and the access token, as for `from_pretrained`.
             **settings: Others of [`MaeLmConfig`], but for those that follow the encoder.
 
         Returns:
@@ -1044,13 +1047,14 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
 
         Raises:
             ValueError: It is no encoder, does not follow `position_ids`, brings code without consent, has no mask
-                token, or sizes do not match.
+                token, sizes do not match, or a setting is none of [`MaeLmConfig`].
         """
+        check_settings_on_encoder(settings)
         named = not isinstance(encoder, PreTrainedModel)
-        consent = {"trust_remote_code": trust_remote_code}
-        stock_config = load_encoder_config(encoder, trust_remote_code) if named else encoder.config
+        source = {"trust_remote_code": trust_remote_code, "revision": revision, "token": token}
+        stock_config = load_encoder_config(encoder, **source) if named else encoder.config
         if named and tokenizer is None and mask_token_id is None:
-            tokenizer = AutoTokenizer.from_pretrained(encoder, **consent)
+            tokenizer = AutoTokenizer.from_pretrained(encoder, **source)
         if mask_token_id is None:
             mask_token_id = find_mask_token(tokenizer, add_mask_token)
         rows = max(mask_token_id + 1, 0 if tokenizer is None else len(tokenizer))
@@ -1064,7 +1068,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         config = MaeLmConfig(backbone_config=stock_config, mask_token_id=None if grown else mask_token_id, **settings)
         config.mask_token_id = mask_token_id
 
-        stock, masked_lm = load_encoder(encoder, stock_config, trust_remote_code) if named else split_model(encoder)
+        stock, masked_lm = load_encoder(encoder, stock_config, **source) if named else split_model(encoder)
         model = cls(config)
         wrong = model.encoder.backbone.load_state_dict(stock.state_dict(), strict=False).unexpected_keys
         if wrong:
@@ -1311,11 +1315,22 @@ STOCK_HEADS = (
 )
 
 
-def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedConfig:
+def check_settings_on_encoder(settings: dict) -> None:
+    """Refuse what a config would keep without a word: options of loading, misspelt settings, an access token."""
+    known = {field.name for field in fields(MaeLmConfig)} - {"backbone_config", "dtype"} | {"attn_implementation"}
+    for name in settings:
+        if name not in known:  # named without its value, which may be a secret
+            raise ValueError(
+                f"{name}= is no setting of a MaeLmConfig on an encoder; for options of from_pretrained but revision= "
+                "and token=, load the encoder by its own class and pass that model; for another dtype, call .to(dtype) "
+                "on the result"
+            )
+
+
+def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool = False, **source) -> PreTrainedConfig:
     """The config of a checkpoint, whose own code, if any, runs with consent alone."""
-    consent = {"trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(name, **consent)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **source)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -1325,10 +1340,10 @@ def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool = False
 
 
 def load_encoder(
-    name: str | os.PathLike, config: PreTrainedConfig, trust_remote_code: bool
+    name: str | os.PathLike, config: PreTrainedConfig, **source
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """The encoder of a checkpoint, and the model that saved it, where that predicts masked tokens."""
-    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    options = {"dtype": torch.float32, "use_safetensors": True} | source
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # reports of what the other class reads; what lacks is said below
     try:

@@ -464,3 +464,20 @@ def test_a_checkpoint_without_its_weights_is_refused(tmp_path):
     save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks weights of BertModel"):
         MaeLmForMaskedLM.from_encoder(tmp_path, mask_token_id=MASK)
+
+
+@pytest.mark.parametrize("name", ["cache_dir", "use_auth_token", "dtype", "decoder_hidden_sise", "backbone_config"])
+def test_what_is_no_setting_is_refused_and_not_kept(name):
+    with pytest.raises(ValueError, match=f"^{name}= is no setting of a MaeLmConfig on an encoder") as error:
+        MaeLmForMaskedLM.from_encoder(stock_model("BERT"), mask_token_id=MASK, **{name: "a secret"})
+    assert "\n" not in str(error.value)
+    assert "a secret" not in str(error.value)
+
+
+def test_settings_and_the_attention_reach_the_model():
+    model = MaeLmForMaskedLM.from_encoder(
+        stock_model("BERT"), mask_token_id=MASK, decoder_hidden_size=16, attn_implementation="eager", token="a secret"
+    )
+    assert model.decoder.layer_norm.normalized_shape == (16,)
+    assert model.encoder.backbone.config._attn_implementation == "eager"
+    assert "a secret" not in model.config.to_json_string()
