@@ -673,8 +673,6 @@ class MaeLmPreTrainedModel(PreTrainedModel):
 class MaeLmModel(MaeLmPreTrainedModel):
     def __init__(self, config: MaeLmConfig):
         check_attention(config)
-        if config.backbone_config is not None:  # CODEPATH: stock encoders record their outputs themselves.
-            self._can_record_outputs = {}
         super().__init__(config)
         self.gradient_checkpointing = False
         # CODEPATH: another encoder in the place of our own.
@@ -735,7 +733,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
         return dropped
 
     @merge_with_config_defaults
-    @capture_outputs
+    @can_return_tuple
     @auto_docstring
     def forward(
         self,
@@ -774,13 +772,20 @@ class MaeLmModel(MaeLmPreTrainedModel):
             return self.run_backbone(
                 inputs_embeds, position_ids, token_type_ids, attended, dropped, document_ids, avoid_host_sync, **kwargs
             )
-        hidden_states = self.embeddings(inputs_embeds, position_ids)  # (batch, length, size)
+        return self.run_layers(inputs_embeds, position_ids, attended, dropped, document_ids, avoid_host_sync, **kwargs)
+
+    @capture_outputs  # not around a backbone, which records its own: transformers knows one way for a class
+    def run_layers(
+        self, embeds, position_ids, attended, dropped, documents, avoid_host_sync, **kwargs
+    ) -> BaseModelOutput:
+        """Our own encoder over word embeddings (batch, length, size), each at its own position."""
+        hidden_states = self.embeddings(embeds, position_ids)  # (batch, length, size)
         if dropped is not None:
             hidden_states = hidden_states.masked_fill(dropped[..., None], 0.0)
 
         outputs = ("output_hidden_states", "output_attentions")
         looked_at = any(kwargs.get(name, getattr(self.config, name, False)) for name in outputs)
-        layout = None if looked_at else lay_end_to_end(self.config, self.training, attended, document_ids)
+        layout = None if looked_at else lay_end_to_end(self.config, self.training, attended, documents)
         if layout is not None:
             states = layout.lay(hidden_states)  # (1, kept tokens, size)
             for layer in self.layers:
@@ -788,7 +793,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
             return BaseModelOutput(last_hidden_state=layout.put_back(states))
 
         mask = create_attention_mask(
-            self.config, hidden_states, attended, key_documents=document_ids, avoid_host_sync=avoid_host_sync
+            self.config, hidden_states, attended, key_documents=documents, avoid_host_sync=avoid_host_sync
         )
         bias = None
         if self.relative_position_bias is not None:

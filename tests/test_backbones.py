@@ -380,6 +380,35 @@ def test_given_indices_change_nothing_and_compile_without_a_break():
     close(compiled(input_ids=ids, attention_mask=attended.long(), **inputs).loss, plain.loss)
 
 
+@pytest.mark.parametrize("own_first", [True, False])
+def test_our_own_encoder_beside_it_changes_no_hidden_states(own_first):
+    """transformers notes by class which layers give hidden states, and both kinds are a MaeLmModel."""
+    stock = stock_model("BERT")
+    stock.set_attn_implementation("eager")
+    ids, attended, labels = masked_batch()
+    ids = torch.where(labels != -100, labels, ids)
+    asked = {"attention_mask": attended.long(), "output_hidden_states": True, "output_attentions": True}
+    config = MaeLmConfig(max_position_embeddings=40, relative_position_buckets=0, **BERT)
+    models = {}
+    for kind in ("own", "BERT") if own_first else ("BERT", "own"):
+        if kind == "own":
+            models[kind] = MaeLmModel._from_config(config, attn_implementation="eager").eval()
+        else:
+            models[kind] = MaeLmForMaskedLM.from_encoder(stock, mask_token_id=MASK, attn_implementation="eager").encoder
+    own, ours, theirs = models["own"](ids, **asked), models["BERT"](ids, **asked), stock.base_model(ids, **asked)
+    assert len(own.hidden_states) == len(ours.hidden_states) == 3
+    assert len(own.attentions) == len(ours.attentions) == 2
+    close(own.hidden_states[0], models["own"].embeddings(models["own"].get_input_embeddings()(ids), torch.arange(30)))
+    for mine, expected in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        close(mine[attended], expected[attended])
+    for mine, expected in zip(ours.attentions, theirs.attentions, strict=True):
+        close(mine, expected)
+    as_tuple = models["own"](ids, attended.long(), return_dict=False)
+    assert torch.equal(as_tuple[0], models["own"](ids, attended.long()).last_hidden_state)
+    as_tuple = models["BERT"](ids, attended.long(), return_dict=False)
+    assert torch.equal(as_tuple[0], models["BERT"](ids, attended.long()).last_hidden_state)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
