@@ -1438,6 +1438,7 @@ class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         r"""
@@ -1446,8 +1447,12 @@ class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
             classes at once. `config.problem_type` is set from the first labels where it is not given.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*):
             What the summed loss of classes is divided by: the sequences of all micro-batches and processes of a step.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Segments, for a backbone that has them.
         """
-        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.encoder(
+            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids=token_type_ids, **kwargs
+        )
         logits = self.sequence_classifier(first_token(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
@@ -1500,6 +1505,7 @@ class MaeLmForTokenClassification(MaeLmPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         r"""
@@ -1507,8 +1513,12 @@ class MaeLmForTokenClassification(MaeLmPreTrainedModel):
             A class each, -100 where there is none.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*):
             What the summed loss is divided by: the labelled tokens of all micro-batches and processes of a step.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Segments, for a backbone that has them.
         """
-        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.encoder(
+            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids=token_type_ids, **kwargs
+        )
         logits = self.token_classifier(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return TokenClassifierOutput(
@@ -1540,6 +1550,7 @@ class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         r"""
@@ -1547,9 +1558,13 @@ class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
             First token of the answer; a position outside the sequence does not count.
         end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
             Last token of the answer.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Segments, for a backbone that has them.
         """
         kwargs.pop("num_items_in_batch", None)  # it counts labels, and spans have none of that name
-        outputs = self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        outputs = self.encoder(
+            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids=token_type_ids, **kwargs
+        )
         start_logits, end_logits = self.question_answering(outputs.last_hidden_state).unbind(dim=-1)  # (batch, length)
         loss = None
         if start_positions is not None and end_positions is not None:

@@ -8,13 +8,22 @@ import torch
 from tokenizers import Tokenizer, models
 from toy_tokenizers import ROLES, SPECIALS
 from transformers import (
+    BertConfig,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
 
-from maelm_hf import DataCollatorForMaeLm, MaeLmConfig, MaeLmForMaskedLM, MaeLmForSequenceClassification
+from maelm_hf import (
+    DataCollatorForMaeLm,
+    MaeLmConfig,
+    MaeLmForMaskedLM,
+    MaeLmForMultipleChoice,
+    MaeLmForQuestionAnswering,
+    MaeLmForSequenceClassification,
+    MaeLmForTokenClassification,
+)
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +163,35 @@ def test_trainer_fine_tunes_a_pretrained_encoder(tokenizer, tmp_path):
     ids = torch.tensor([rows[0]["input_ids"]])
     with torch.no_grad():
         assert torch.equal(again(ids).logits, trainer.model.eval()(ids).logits)
+
+
+CLASSES = torch.tensor([0, 1])
+HEADS = {
+    MaeLmForSequenceClassification: {"labels": CLASSES},
+    MaeLmForTokenClassification: {"labels": CLASSES[:, None].expand(2, 8)},
+    MaeLmForQuestionAnswering: {"start_positions": CLASSES, "end_positions": CLASSES + 1},
+    MaeLmForMultipleChoice: {"labels": CLASSES},
+}
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.__name__)
+def test_trainer_brings_segments_to_a_backbone(head, tmp_path):
+    """Trainer drops the columns that forward does not name."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertConfig(vocab_size=31, max_position_embeddings=32, initializer_range=0.5, **sizes)
+    shape = (2, 3, 8) if head is MaeLmForMultipleChoice else (2, 8)
+    inputs = {
+        "input_ids": torch.randint(5, 31, shape),
+        "token_type_ids": (torch.arange(8) >= 5).long().expand(shape),
+    } | HEADS[head]
+    model = head(MaeLmConfig(backbone_config=bert, mask_token_id=4))
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path),
+        eval_dataset=[{name: value[row] for name, value in inputs.items()} for row in range(2)],
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        assert loss == pytest.approx(model(**inputs).loss.item(), rel=1e-5)
+        assert loss != pytest.approx(model(**inputs | {"token_type_ids": None}).loss.item(), rel=1e-3)
