@@ -178,7 +178,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows = rows_of_a_chunk(logits)
-        target = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1).float()
+        target = logits.gather(1, classes_of(labels)).squeeze(1).float()
         normalizer = torch.cat([chunk.float().logsumexp(1) for chunk in logits.split(rows)])  # (rows,)
         ctx.save_for_backward(logits, labels, normalizer)
         return (normalizer - target).masked_fill(labels == -100, 0.0).sum()
@@ -194,9 +194,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for chunk, chunk_labels, chunk_normalizer, chunk_scale, out in parts:
             probabilities = (chunk.float() - chunk_normalizer[:, None]).exp_()
             one = torch.ones_like(chunk_normalizer)[:, None]
-            probabilities.scatter_add_(1, chunk_labels.clamp(min=0)[:, None], -one)
+            probabilities.scatter_add_(1, classes_of(chunk_labels), -one)
             out.copy_(probabilities.mul_(chunk_scale[:, None]))
         return result, None
+
+
+def classes_of(labels: torch.Tensor) -> torch.Tensor:
+    """labels (rows,) as indices (rows, 1); other negative ones than -100 stay, and are refused as out of bounds."""
+    return labels.masked_fill(labels == -100, 0)[:, None]
 
 
 def rows_of_a_chunk(logits: torch.Tensor) -> int:

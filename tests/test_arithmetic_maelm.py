@@ -55,6 +55,15 @@ def test_cross_entropy_without_labels_is_zero_with_zero_gradient():
     assert not logits.grad.any()
 
 
+@pytest.mark.parametrize("label", [-1, -101, 5])
+def test_cross_entropy_refuses_labels_out_of_bounds_as_pytorch_does(label):
+    logits, labels = torch.randn(3, 5), torch.tensor([2, label, -100])
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+        F.cross_entropy(logits, labels)
+    with pytest.raises(RuntimeError, match=f"index {label} is out of bounds"):
+        cross_entropy(logits, labels, None)
+
+
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
 def test_dropout_in_bf16_drops_that_share_and_keeps_the_mean(probability):
     torch.manual_seed(0)
