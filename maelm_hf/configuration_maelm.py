@@ -15,7 +15,7 @@
 
 import copy
 import difflib
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -59,6 +59,7 @@ BACKBONE_NAMES = {
     "eos_token_id": ("eos_token_id",),
     "tie_word_embeddings": ("tie_word_embeddings",),
 }
+FOLLOWING = ("relative_position_buckets", *BACKBONE_NAMES)
 # Settings without which nothing can be built on it.
 BACKBONE_SIZES = (
     "vocab_size",
@@ -68,6 +69,8 @@ BACKBONE_SIZES = (
     "intermediate_size",
     "max_position_embeddings",
 )
+# The tokenizer's say (Trainer sets them from it), so that ours stand where the backbone's differ.
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Their first position is pad_token_id + 1, as in fairseq.
 OFFSET_BACKBONES = (
     "camembert",
@@ -180,14 +183,38 @@ class MaeLmConfig(PreTrainedConfig):
         """Width of the word embeddings: the encoder's, but for a backbone that projects them to it (ELECTRA)."""
         return getattr(self.backbone_config, "embedding_size", None) or self.hidden_size
 
-    def _follow_backbone(self):
-        """Sizes, arithmetic and special tokens are the backbone's; a setting that says otherwise is refused."""
-        defaults = {field.name: field.default for field in fields(self)}
+    def __setattr__(self, name, value):
+        """A backbone is built from its own config: what is changed here later is changed there too, or refused."""
+        if name in FOLLOWING and isinstance(self.__dict__.get("backbone_config"), PreTrainedConfig):
+            self._change_backbone(name, value)
+        super().__setattr__(name, value)
+
+    def _change_backbone(self, name, value):
+        if name == "pad_token_id" and self.position_offset:
+            return  # its positions begin behind its own padding id, and are learnt
+        theirs = self._name_in_backbone(name)
+        if theirs is None:
+            self._refuse_other(name, value, self._of_backbone().get(name, value))
+        else:
+            offset = self.position_offset if name == "max_position_embeddings" else 0
+            setattr(self.backbone_config, theirs, value + offset if offset else value)
+
+    def _name_in_backbone(self, name: str) -> str | None:
+        return next((each for each in BACKBONE_NAMES.get(name, ()) if hasattr(self.backbone_config, each)), None)
+
+    def _refuse_other(self, name, given, value):
+        if given != value:
+            raise ValueError(
+                f"{name}={given} contradicts the backbone's {value}: leave it out, or change it in backbone_config"
+            )
+
+    def _of_backbone(self) -> dict:
+        """What follows the backbone, by our names."""
         follows = {"relative_position_buckets": 0}
-        for name, theirs in BACKBONE_NAMES.items():
-            present = [each for each in theirs if hasattr(self.backbone_config, each)]
-            if present:
-                follows[name] = getattr(self.backbone_config, present[0])
+        for name in BACKBONE_NAMES:
+            theirs = self._name_in_backbone(name)
+            if theirs is not None:
+                follows[name] = getattr(self.backbone_config, theirs)
             elif name in BACKBONE_SIZES:
                 raise ValueError(
                     f"backbone_config of type {self.backbone_config.model_type!r} has no {name}: it is no text encoder "
@@ -196,13 +223,18 @@ class MaeLmConfig(PreTrainedConfig):
         # DistilBERT has no setting for it, and BERT's value in its code.
         follows.setdefault("layer_norm_eps", 1e-12)
         follows["max_position_embeddings"] -= self.position_offset
-        for name, value in follows.items():
+        return follows
+
+    def _follow_backbone(self):
+        """Sizes and arithmetic are the backbone's, and what says otherwise is refused; special tokens may differ."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, value in self._of_backbone().items():
             given = getattr(self, name)
-            if given != value and defaults[name] is not MISSING and given != defaults[name]:
-                raise ValueError(
-                    f"{name}={given} contradicts the backbone's {value}: leave it out, or change it in backbone_config"
-                )
-            setattr(self, name, value)
+            if given == defaults[name]:
+                given = value
+            elif name not in SPECIAL_TOKENS:
+                self._refuse_other(name, given, value)
+            setattr(self, name, given)
 
     def _warn_of_near_misses(self, unknown):
         """Configs keep keys they do not know, so a misspelt setting would pass in silence."""

@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     T5Config,
+    Trainer,
+    TrainingArguments,
     XLMRobertaConfig,
 )
 
@@ -221,6 +223,57 @@ def test_it_saves_and_loads_as_any_checkpoint(name, tmp_path):
     assert torch.equal(ours.last_hidden_state, theirs.last_hidden_state)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     assert classifier(ids, attended.long()).logits.shape == (3, 3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_settings_changed_while_loading_reach_the_backbone_and_are_saved(name, tmp_path):
+    MaeLmForMaskedLM.from_encoder(stock_model(name), mask_token_id=MASK).save_pretrained(tmp_path / "before")
+    changed = {"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.125}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "before", num_labels=2, **changed)
+    dropouts = [module.p for module in model.encoder.backbone.modules() if isinstance(module, nn.Dropout)]
+    assert 0.25 in dropouts
+    model.save_pretrained(tmp_path / "after")
+    config = MaeLmConfig.from_pretrained(tmp_path / "after")
+    stock = type(CONFIGS[name]).from_dict(config.backbone_config.to_dict())
+    written = [getattr(stock, each, None) for each in ("hidden_dropout_prob", "dropout", "mlp_dropout")]
+    assert config.hidden_dropout_prob == next(each for each in written if each is not None) == 0.25
+    assert config.attention_probs_dropout_prob == 0.125
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "after")
+    ids, attended, _ = masked_batch()
+    assert torch.equal(loaded(ids, attended.long()).logits, model.eval()(ids, attended.long()).logits)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "theirs"), [("relative_position_buckets", 32, "0"), ("layer_norm_eps", 1e-6, "1e-12")]
+)
+def test_what_a_backbone_cannot_follow_is_refused_while_loading(setting, value, theirs, tmp_path):
+    MaeLmForMaskedLM.from_encoder(stock_model("DistilBERT"), mask_token_id=MASK).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{setting}={value} contradicts the backbone's {theirs}"):
+        MaeLmForMaskedLM.from_pretrained(tmp_path, **{setting: value})
+
+
+def test_a_longer_offset_backbone_counts_its_own_positions():
+    config = MaeLmConfig(backbone_config=CONFIGS["RoBERTa"], mask_token_id=MASK)
+    config.max_position_embeddings = 50
+    assert config.backbone_config.max_position_embeddings == 52
+    assert MaeLmModel(config).backbone.embeddings.position_embeddings.weight.shape[0] == 52
+    assert CONFIGS["RoBERTa"].max_position_embeddings == 42  # the caller's config is left alone
+
+
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa"])
+def test_a_checkpoint_of_trainer_loads_whatever_its_tokenizers_special_tokens(name, tmp_path):
+    """Trainer writes the tokenizer's ids into the config; RoBERTa's positions stay where they were learnt."""
+    model = MaeLmForMaskedLM.from_encoder(stock_model(name), mask_token_id=MASK)
+    ids, attended, labels = masked_batch()
+    expected = model(ids, attended.long()).logits
+    tokenizer = small_tokenizer(bos_token="[CLS]", eos_token="w3", pad_token="w5")
+    rows = [{"input_ids": ids[row], "labels": labels[row]} for row in range(2)]
+    arguments = TrainingArguments(tmp_path, max_steps=1, learning_rate=0.0, report_to="none", use_cpu=True)
+    Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer).train()
+    loaded = MaeLmForMaskedLM.from_pretrained(tmp_path / "checkpoint-1")
+    special = (loaded.config.bos_token_id, loaded.config.eos_token_id, loaded.config.pad_token_id)
+    assert special == (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    close(loaded(ids, attended.long()).logits, expected)
 
 
 ELSEWHERE = """
