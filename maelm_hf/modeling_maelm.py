@@ -304,13 +304,18 @@ def within_window(query_positions: torch.Tensor, window: int, and_also: Callable
     return mask
 
 
-def check_attention(config: MaeLmConfig, training: bool = False, packed: bool = False) -> None:
+def has_local_layers(backbone: PreTrainedConfig | None) -> bool:
+    return "sliding_attention" in (getattr(backbone, "layer_types", None) or ())
+
+
+def check_attention(config: MaeLmConfig, training: bool = False) -> None:
     """Refuse what a backend would do wrongly or refuse in words that do not help."""
     implementation = config._attn_implementation or ""
-    if "flash" in implementation and packed and (not training or torch.compiler.is_compiling()):
+    if "flash" in implementation and has_local_layers(config.backbone_config):
         raise ValueError(
-            f"attn_implementation={implementation!r} takes document_ids in training alone, not compiled: elsewhere "
-            "packed documents would see each other; use 'sdpa', 'eager' or 'flex_attention'"
+            f"attn_implementation={implementation!r} counts the local window of a backbone of type "
+            f"{config.backbone_config.model_type!r} over the tokens that are left, not by position; use 'sdpa', "
+            "'eager' or 'flex_attention'"
         )
     if "flash" in implementation and config.relative_position_buckets:
         raise ValueError(
@@ -356,6 +361,13 @@ def create_attention_mask(
         attended = attended | (first & ~attended.any(dim=1, keepdim=True))
     and_mask = None
     if key_documents is not None:
+        # trf-ignore: TRF051 - flash takes no mask between tokens, and transformers would leave it out without a word.
+        if "flash" in (config._attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes document_ids in training alone, on our "
+                "own encoder, not compiled, and with neither hidden states, attentions nor dense logits asked for: "
+                "elsewhere packed documents would see each other; use 'sdpa', 'eager' or 'flex_attention'"
+            )
         and_mask = same_document(key_documents if query_documents is None else query_documents, key_documents)
     if window is not None:
         and_mask = within_window(*window, and_mask)
@@ -433,8 +445,7 @@ def lay_end_to_end(
         return None
     if attended is None and documents is None:
         return None
-    layout = EndToEnd(torch.ones_like(documents, dtype=torch.bool) if attended is None else attended, documents)
-    return layout if layout.longest else None
+    return EndToEnd(torch.ones_like(documents, dtype=torch.bool) if attended is None else attended, documents)
 
 
 def merge_bias(config: MaeLmConfig, attention_mask, position_bias: torch.Tensor | None):
@@ -764,7 +775,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
         attention_mask, position_ids = check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
         )
-        check_attention(self.config, self.training, packed=document_ids is not None)
+        check_attention(self.config, self.training)
 
         dropped = None
         if inputs_embeds is None:
@@ -791,7 +802,9 @@ class MaeLmModel(MaeLmPreTrainedModel):
         outputs = ("output_hidden_states", "output_attentions")
         looked_at = any(kwargs.get(name, getattr(self.config, name, False)) for name in outputs)
         layout = None if looked_at else lay_end_to_end(self.config, self.training, attended, documents)
-        if layout is not None:
+        if layout is not None and not layout.longest:
+            documents = None  # of no token
+        elif layout is not None:
             states = layout.lay(hidden_states)  # (1, kept tokens, size)
             for layer in self.layers:
                 states = layer(states, **layout.arguments, **kwargs)
@@ -830,7 +843,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
                 avoid_host_sync=avoid_host_sync,
             )
             mask = mask_of()
-            if "sliding_attention" in (getattr(settings, "layer_types", None) or ()):
+            if has_local_layers(settings):
                 positions = position_ids.expand(embeds.shape[:2])
                 local = mask_of(window=(positions, settings.sliding_window))
                 mask = {"full_attention": mask, "sliding_attention": local}
@@ -1262,8 +1275,10 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         states = self.decoder.embed(joined, tokens.take(tokens.positions, index))
         attended = tokens.attended_at(index)
         layout = lay_end_to_end(self.config, self.training, attended, documents)
-        if layout is not None and slots is not None and bool((tokens.target_labels != -100).any()):
-            return self.decode_end_to_end(layout, states, tokens, documents)
+        if layout is not None and slots is not None:
+            if layout.longest and bool((tokens.target_labels != -100).any()):
+                return self.decode_end_to_end(layout, states, tokens, documents)
+            documents = None  # with nothing to predict, no matter who sees whom
         mask = create_attention_mask(
             self.config, states, attended, key_documents=documents, avoid_host_sync=avoid_host_sync
         )

@@ -3,12 +3,16 @@ In training with a flash backend, tokens are unpadded once and laid end to end. 
 stand-in computes what transformers' flash path does with sequence bounds, one sequence at a time.
 """
 
+import copy
+
 import pytest
 import torch
-from test_modeling_maelm import MASK, batch, build, indices, packed_and_separate
+from test_modeling_maelm import MASK, VOCABULARY, batch, build, config, indices, packed_and_separate
+from transformers import BertConfig, ModernBertConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from maelm_hf import MaeLmForSequenceClassification, MaeLmForTokenClassification
+from maelm_hf import MaeLmConfig, MaeLmForMaskedLM, MaeLmForSequenceClassification, MaeLmForTokenClassification
+from training.attention_choice import takes_flash
 
 NAME = "flash_attention_2"
 
@@ -127,6 +131,11 @@ def test_checkpointed_layers_and_plain_mlm(flash):
     assert_same(loss_and_gradients(model, inputs), expected)
 
 
+def in_rows(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Shapes and no more: zeros."""
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
 def test_hidden_states_that_are_asked_for_stay_in_rows(monkeypatch):
     model = build(attention="eager", relative_position_buckets=0).train()
     inputs = batch(20, 13, 7)
@@ -147,18 +156,86 @@ def test_hidden_states_that_are_asked_for_stay_in_rows(monkeypatch):
         torch.testing.assert_close(state[kept], reference[kept], rtol=1e-4, atol=1e-5)
 
 
-def test_packed_rows_in_evaluation_are_refused(flash):
+@pytest.mark.parametrize(
+    ("training", "asked"),
+    [
+        (False, {}),
+        (True, {"sparse_logits": False}),
+        (True, {"labels": None}),
+        (True, {"output_hidden_states": True}),
+        (True, {"output_attentions": True}),
+    ],
+)
+def test_packed_rows_that_are_not_laid_end_to_end_are_refused(flash, training, asked):
     model = build(attention="eager", relative_position_buckets=0)
     flash(model)
     packed, _ = packed_and_separate()
     with pytest.raises(ValueError, match=r"document_ids in training alone"):
-        model.eval()(**packed)
+        model.train(training)(**packed | asked)
 
 
+def bert_backbone():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return MaeLmConfig(
+        backbone_config=BertConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes), mask_token_id=MASK
+    )
+
+
+def modernbert_backbone():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    backbone = ModernBertConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=64, local_attention=8, pad_token_id=1, **sizes
+    )
+    return MaeLmConfig(backbone_config=backbone, mask_token_id=MASK)
+
+
+def test_packed_rows_of_a_backbone_are_refused(flash):
+    model = MaeLmForMaskedLM(bert_backbone())
+    flash(model)
+    flash(model.encoder.backbone)
+    packed, _ = packed_and_separate()
+    with pytest.raises(ValueError, match=r"document_ids in training alone, on our own encoder"):
+        model.train()(**packed)
+
+
+def test_a_backbone_with_a_local_window_is_refused(flash):
+    model = MaeLmForMaskedLM(modernbert_backbone())
+    flash(model)
+    flash(model.encoder.backbone)
+    with pytest.raises(ValueError, match=r"local window of a backbone of type 'modernbert'") as error:
+        model.train()(**batch(20, 13))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [bert_backbone(), modernbert_backbone(), config(), config(relative_position_buckets=0)],
+    ids=["BERT", "ModernBERT", "bias", "no bias"],
+)
+def test_flash_is_offered_to_what_trains_with_it(flash, monkeypatch, config, packed):
+    """The choice of kernels before training agrees with what the model itself does."""
+    model = MaeLmForMaskedLM(copy.deepcopy(config))
+    inputs = packed_and_separate()[0] if packed else batch(20, 13)
+    for each in (model, model.encoder.backbone):
+        if each is not None:
+            flash(each)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, in_rows)
+    try:
+        model.train()(**inputs)
+        trains = True
+    except ValueError:
+        trains = False
+    assert takes_flash(model, [inputs]) is trains
+
+
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("nothing", ["to predict", "to see"])
-def test_a_batch_with_nothing_is_no_error(flash, nothing, monkeypatch):
+def test_a_batch_with_nothing_is_no_error(flash, nothing, packed, monkeypatch):
     model = build(attention="eager", relative_position_buckets=0)
-    inputs = batch(9, 5, hidden=0.0 if nothing == "to predict" else 1.0)
+    inputs = batch(9, 9, hidden=0.0 if nothing == "to predict" else 1.0)
+    if packed:
+        inputs["document_ids"] = (torch.arange(9) >= 5).long().expand(2, -1)
     expected = loss_and_gradients(model, inputs)
     flash(model)
     varlen = ALL_ATTENTION_FUNCTIONS._global_mapping[NAME]

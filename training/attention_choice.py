@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from maelm_hf.modeling_maelm import has_local_layers
+
 CANDIDATES = ("sdpa", "eager")
 ON_CUDA = ("flash_attention_2",)  # where its package is installed
 REPEATS = 3
@@ -31,8 +33,7 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict], precision:
     seconds: dict[str, float] = {}
     too_large: list[str] = []
     half = device.type == "cuda" and precision in AUTOCAST
-    with_bias = getattr(model.config, "relative_position_buckets", 0) > 0  # flash cannot add one
-    candidates = CANDIDATES + (ON_CUDA if half and not with_bias else ())
+    candidates = CANDIDATES + (ON_CUDA if half and takes_flash(model, batches) else ())
     model.train()
     with torch.random.fork_rng():
         for _ in range(1 + REPEATS):
@@ -65,6 +66,15 @@ def choose_attention(model: PreTrainedModel, batches: Sequence[dict], precision:
         best,
         f"attention {best}: fastest over {len(batches)} training batches on {device.type} in {precision} ({measured})",
     )
+
+
+def takes_flash(model: PreTrainedModel, batches: Sequence[dict]) -> bool:
+    """Whether the model would train with flash attention, and not refuse it."""
+    backbone = getattr(model.config, "backbone_config", None)
+    if backbone is None:
+        return not getattr(model.config, "relative_position_buckets", 0)
+    packed = any("document_ids" in batch for batch in batches)
+    return not packed and not has_local_layers(backbone)
 
 
 def _step_seconds(model: PreTrainedModel, batches: Sequence[dict], device: torch.device, precision: str) -> float:
