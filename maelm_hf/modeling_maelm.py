@@ -559,7 +559,8 @@ class MaeLmLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """
         hidden_states (batch, keys, size) -> (batch, keys, size), or with `queries` (batch, queries, size) their shape.
-        `dropped` (batch, keys) bool: rows that stay zero.
+        `dropped` (batch, keys) bool: rows that stay zero. Pass what has a gradient by place: reentrant checkpointing
+        does not see keywords.
         """
         if queries is None:
             queries = hidden_states
@@ -818,7 +819,7 @@ class MaeLmModel(MaeLmPreTrainedModel):
             bias = in_autocast_type(self.relative_position_bias(position_ids))
         mask, bias = merge_bias(self.config, mask, bias)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=mask, position_bias=bias, dropped=dropped, **kwargs)
+            hidden_states = layer(hidden_states, mask, bias, dropped=dropped, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def run_backbone(
@@ -1283,9 +1284,9 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             self.config, states, attended, key_documents=documents, avoid_host_sync=avoid_host_sync
         )
         for layer in self.decoder.layers[:-1]:
-            states = layer(states, attention_mask=mask)
+            states = layer(states, mask)
         if slots is None or not takes_fewer_queries(self.config):
-            states = self.decoder.layers[-1](states, attention_mask=mask)
+            states = self.decoder.layers[-1](states, mask)
             return states if slots is None else take(states, slots, 0.0)
         queries = take(states, slots, 0.0)
         mask = create_attention_mask(
@@ -1297,7 +1298,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             query_documents=None if documents is None else documents.gather(1, slots.clamp(min=0)),
             avoid_host_sync=avoid_host_sync,
         )
-        return self.decoder.layers[-1](states, attention_mask=mask, queries=queries)
+        return self.decoder.layers[-1](states, mask, None, queries)
 
     def decode_end_to_end(self, layout: EndToEnd, states, tokens: MaeLmTokens, documents) -> torch.Tensor:
         """The same over the real tokens laid end to end."""
@@ -1308,7 +1309,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         query_documents = None if documents is None else documents.gather(1, slots.clamp(min=0))
         targets = EndToEnd(tokens.target_labels != -100, query_documents, keys=layout)
         queries = targets.lay(take(layout.put_back(states), slots, 0.0))  # (1, targets, size)
-        return targets.put_back(self.decoder.layers[-1](states, queries=queries, **targets.arguments))
+        return targets.put_back(self.decoder.layers[-1](states, None, None, queries, **targets.arguments))
 
     def predict(self, tokens: MaeLmTokens, states, labels, sparse, indexed, num_items_in_batch):
         """Logits, (labelled tokens, vocabulary) or (batch, length, vocabulary), and the loss where there are labels."""

@@ -120,6 +120,16 @@ def test_fine_tuning_step_equals_eagers(flash, model_class):
     assert asked == [(40, 40)] * 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(flash, reentrant):
+    model = build(attention="eager", relative_position_buckets=0)
+    inputs = batch(20, 13)
+    expected = loss_and_gradients(model, inputs)
+    flash(model)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(loss_and_gradients(model, inputs), expected)
+
+
 def test_checkpointed_layers_and_plain_mlm(flash):
     model = build(
         attention="eager", relative_position_buckets=0, encoder_mask_fraction=1.0, decoder_num_hidden_layers=0

@@ -100,8 +100,8 @@ class Widths:
 
     def hook(self, name):
         def read(module, args, kwargs, output):
-            queries = kwargs.get("queries")
-            self.seen[name] = (args[0].shape[1], (args[0] if queries is None else queries).shape[1])
+            states, queries = args[0], args[3] if len(args) > 3 else args[0]
+            self.seen[name] = (states.shape[1], queries.shape[1])
 
         return read
 
@@ -487,10 +487,12 @@ def test_packed_documents_equal_separate_ones_on_flex_attention():
         assert torch.allclose(model(**packed, sparse_logits=True).logits, separate, atol=1e-5)
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_activation_checkpointing_gives_the_same_gradients(attention, reentrant):
     inputs = batch(20, 13)
-    plain, checkpointed = build().train(), build().train()
-    checkpointed.activation_checkpointing_enable()
+    plain, checkpointed = build(attention=attention).train(), build(attention=attention).train()
+    checkpointed.activation_checkpointing_enable({"use_reentrant": reentrant})
     for model in (plain, checkpointed):
         model(**inputs).loss.backward()
     for name, gradient in gradients(plain).items():
