@@ -862,7 +862,9 @@ class MaeLmModel(MaeLmPreTrainedModel):
         states, layers = outputs.last_hidden_state, outputs.hidden_states
         if dropped is not None:
             states = states.masked_fill(dropped[..., None], 0.0)
-            layers = layers and tuple(layer.masked_fill(dropped[..., None], 0.0) for layer in layers)
+            layers = layers and tuple(  # None where that layer was not asked for
+                None if layer is None else layer.masked_fill(dropped[..., None], 0.0) for layer in layers
+            )
         return BaseModelOutput(last_hidden_state=states, hidden_states=layers, attentions=outputs.attentions)
 
 
@@ -962,7 +964,8 @@ class MaeLmMaskedLMOutput(ModelOutput):
         (batch, length, vocabulary) in the caller's order; in training with labels, or with `sparse_logits`, those of
         the labelled tokens alone, row by row: (labelled tokens, vocabulary).
     hidden_states (`tuple(torch.FloatTensor)`, *optional*, returned with `output_hidden_states=True`):
-        The encoder's, (batch, length, hidden size), as `MaeLmModel` gives them: zero at tokens it does not see.
+        The encoder's, (batch, length, hidden size), as `MaeLmModel` gives them: zero at tokens it does not see. Given
+        indices of layers in place of `True`, `None` at the others.
     attentions (`tuple(torch.FloatTensor)`, *optional*, returned with `output_attentions=True`):
         The encoder's, (batch, heads, kept tokens, kept tokens): kept tokens in order.
     """
@@ -1189,7 +1192,9 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         logits, loss = self.predict(tokens, states, labels, sparse, indexed, num_items_in_batch)
         hidden_states = encoded.hidden_states
         if hidden_states is not None and tokens.kept_index is not None:
-            hidden_states = tuple(put(state, tokens.kept_index, shape[1]) for state in hidden_states)
+            hidden_states = tuple(  # None where that layer was not asked for
+                None if state is None else put(state, tokens.kept_index, shape[1]) for state in hidden_states
+            )
         return MaeLmMaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden_states, attentions=encoded.attentions)
 
     def split(self, tokens: MaeLmTokens, kept_index, hidden_index, labels) -> MaeLmTokens:

@@ -176,6 +176,24 @@ def test_hidden_states_of_the_pretraining_model_are_the_encoders():
         assert torch.allclose(state[real], other[real], atol=1e-5)
 
 
+@pytest.mark.parametrize("asked", [[-1], 1, [0, 2]])
+@pytest.mark.parametrize("backbone", [False, True])
+def test_hidden_states_of_some_layers_are_those_of_all(backbone, asked):
+    model = build()
+    if backbone:
+        plain = build(encoder_mask_fraction=1.0, decoder_num_hidden_layers=0, relative_position_buckets=0)
+        model = MaeLmForMaskedLM.from_encoder(stock_bert(plain), mask_token_id=MASK)
+    inputs = batch(20, 13)
+    for each in (model, model.encoder):
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            every = each(**given, output_hidden_states=True).hidden_states
+            some = each(**given, output_hidden_states=asked).hidden_states
+        chosen = {index % 3 for index in ([asked] if isinstance(asked, int) else asked)}
+        assert {index for index, state in enumerate(some) if state is not None} == chosen
+        assert all(torch.equal(some[index], every[index]) for index in chosen)
+
+
 def test_attentions_are_probabilities_over_kept_tokens():
     model = build(attention="eager")
     inputs = batch(20, 20)
