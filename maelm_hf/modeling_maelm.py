@@ -21,7 +21,7 @@ Indices: a `*_index` tensor of shape (batch, width) holds positions of its row, 
 import copy
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -1097,9 +1097,11 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
 
         stock, masked_lm = load_encoder(encoder, stock_config, **source) if named else split_model(encoder)
         model = cls(config)
-        wrong = model.encoder.backbone.load_state_dict(stock.state_dict(), strict=False).unexpected_keys
-        if wrong:
-            raise ValueError(f"{type(stock).__name__} has weights that its config does not name: {', '.join(wrong)}")
+        loaded = model.encoder.backbone.load_state_dict(stock.state_dict(), strict=False)
+        if loaded.unexpected_keys:
+            wrong = ", ".join(loaded.unexpected_keys)
+            raise ValueError(f"{type(stock).__name__} has weights that its config does not name: {wrong}")
+        check_missing(encoder if named else type(encoder).__name__, loaded.missing_keys, model.encoder.backbone)
         check_backbone(model.encoder)
         model.start_from(stock, masked_lm)
         if grown:
@@ -1385,12 +1387,17 @@ def load_encoder(
             masked_lm = None if of_head["missing_keys"] else masked_lm
     finally:
         logging.set_verbosity(verbosity)
-    missing = sorted(key for key in loaded["missing_keys"] if not key.startswith("pooler."))
-    if missing:
-        raise ValueError(f"{name} lacks weights of {type(stock).__name__}: {', '.join(missing[:3])} ...")
-    if loaded["missing_keys"]:
-        logger.warning(f"{name} has no pooler: that of the encoder is new, and is not trained")
+    check_missing(name, loaded["missing_keys"], stock)
     return stock, masked_lm
+
+
+def check_missing(name: str | os.PathLike, missing_keys: Collection[str], encoder: PreTrainedModel) -> None:
+    """Refuse an encoder without all its weights; a pooler alone may be missing, and is said to be new."""
+    missing = sorted(key for key in missing_keys if not key.startswith("pooler."))
+    if missing:
+        raise ValueError(f"{name} lacks weights of {type(encoder).__name__}: {', '.join(missing[:3])} ...")
+    if missing_keys:
+        logger.warning(f"{name} has no pooler: that of the encoder is new, and is not trained")
 
 
 def brings_head(config: PreTrainedConfig) -> bool:

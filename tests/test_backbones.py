@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MAE-LM on encoders of transformers; the reference is always the stock model itself."""
 
+import logging
 import subprocess
 import sys
 
@@ -537,6 +538,22 @@ def test_code_of_a_checkpoint_runs_only_with_consent(tmp_path):
     with pytest.raises(ValueError, match=r"brings code of its own, .* pass trust_remote_code=True") as error:
         MaeLmForMaskedLM.from_encoder(tmp_path, mask_token_id=MASK)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_its_weights_is_refused_and_without_its_pooler_says_so(caplog):
+    logger = logging.getLogger("maelm_hf.modeling_maelm")
+    logger.addHandler(caplog.handler)
+    try:
+        MaeLmForMaskedLM.from_encoder(BertModel(CONFIGS["BERT"]), mask_token_id=MASK)
+        assert "pooler" not in caplog.text
+        MaeLmForMaskedLM.from_encoder(BertForMaskedLM(CONFIGS["BERT"]), mask_token_id=MASK)
+        assert "BertForMaskedLM has no pooler: that of the encoder is new" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+    cut = BertModel(CONFIGS["BERT"])
+    del cut.encoder.layer[1]
+    with pytest.raises(ValueError, match=r"BertModel lacks weights of BertModel: encoder\.layer\.1\."):
+        MaeLmForMaskedLM.from_encoder(cut, mask_token_id=MASK)
 
 
 def test_a_checkpoint_without_its_weights_is_refused(tmp_path):
