@@ -1180,12 +1180,15 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         attention_mask, position_ids = check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, position_ids, document_ids
         )
+        if (kept_index is None) != (hidden_index is None):
+            lacking = "kept_index" if kept_index is None else "hidden_index"
+            raise ValueError(f"{lacking}=None: kept_index and hidden_index go together; give both, or neither")
         shape = tuple((input_ids if input_ids is not None else inputs_embeds).shape[:2])
         sparse = labels is not None and (self.training if sparse_logits is None else sparse_logits)
         tokens = MaeLmTokens(
             input_ids, inputs_embeds, attention_mask, position_ids, document_ids, token_type_ids, shape
         )
-        indexed = kept_index is not None and hidden_index is not None
+        indexed = kept_index is not None
 
         tokens = self.split(tokens, kept_index, hidden_index, labels if sparse else None)
         encoded = self.encode(tokens, avoid_host_sync=indexed, **kwargs)
@@ -1201,7 +1204,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
 
     def split(self, tokens: MaeLmTokens, kept_index, hidden_index, labels) -> MaeLmTokens:
         """Kept tokens first, hidden tokens last: a stable partition of each row's attended tokens."""
-        indexed = kept_index is not None and hidden_index is not None
+        indexed = kept_index is not None
         dropped = None
         if tokens.ids is not None:
             dropped = self.encoder.dropped_masks(tokens.ids, tokens.attended, tokens.positions, tokens.documents)

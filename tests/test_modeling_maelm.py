@@ -699,6 +699,14 @@ def test_wrong_inputs_are_refused(model_class, inputs, message):
         build(model_class)(**inputs)
 
 
+@pytest.mark.parametrize("lacking", ["kept_index", "hidden_index"])
+def test_one_index_without_the_other_is_refused(lacking):
+    inputs = batch(20, 13)
+    inputs |= indices(inputs) | {lacking: None}
+    with pytest.raises(ValueError, match=f"^{lacking}=None: kept_index and hidden_index go together"):
+        build()(**inputs)
+
+
 # --- heads ---
 
 
