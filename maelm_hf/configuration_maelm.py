@@ -267,6 +267,11 @@ class MaeLmConfig(PreTrainedConfig):
                     f"{name}={token_id} is no id of a vocabulary of vocab_size={self.vocab_size}; "
                     f"pass {name}=tokenizer.{name} and vocab_size=len(tokenizer)"
                 )
+        if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} is pad_token_id too, and the embedding of padding is not trained; "
+                "pass pad_token_id=tokenizer.pad_token_id, or pad_token_id=None where there is none"
+            )
 
     def _check_heads(self, size_name, heads_name):
         size, heads = getattr(self, size_name), getattr(self, heads_name)

@@ -29,6 +29,7 @@ def test_defaults_are_the_papers_base_size():
         ({"decoder_num_hidden_layers": 0}, "decoder_num_hidden_layers=0.*encoder_mask_fraction=1"),
         ({"encoder_mask_fraction": 1.5}, "encoder_mask_fraction=1.5.*between 0"),
         ({"vocab_size": 100, "mask_token_id": 100}, "mask_token_id=100 is no id.*tokenizer.mask_token_id"),
+        ({"mask_token_id": 1}, "mask_token_id=1 is pad_token_id too.*pad_token_id=tokenizer.pad_token_id"),
         ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob=1.0.*\[0, 1\)"),
         ({"hidden_act": "gellu"}, "hidden_act='gellu' is no activation; choose one of gelu"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0.*at least 1"),
@@ -75,3 +76,8 @@ def test_a_round_trip_keeps_every_setting(tmp_path):
     # The loaded one names the folder it came from.
     assert {key for key in same if same[key] != other[key]} <= {"_name_or_path"}
     assert len(loaded.auto_map) == 8
+
+
+def test_a_vocabulary_without_padding_may_mask_with_any_token():
+    assert MaeLmConfig(mask_token_id=1, pad_token_id=None).mask_token_id == 1
+    assert MaeLmConfig(mask_token_id=1, pad_token_id=0).mask_token_id == 1
