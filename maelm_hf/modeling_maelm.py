@@ -885,8 +885,8 @@ def check_backbone(encoder: MaeLmModel) -> None:
     """
     Refuse a backbone that does not follow `position_ids`: it would learn on the positions of what is left of a text.
 
-    One sequence of the greatest length, once as usual and once in another order, each token with its position: every
-    token must come out the same.
+    One sequence of the greatest length, or of several local windows, once as usual and once in another order, each
+    token with its position: every token must come out the same.
     """
     backbone, config = encoder.backbone, encoder.config
     if next(backbone.parameters()).dtype != torch.float32:  # 16 bits round more than the order of additions does
@@ -895,12 +895,17 @@ def check_backbone(encoder: MaeLmModel) -> None:
     training = backbone.training
     backbone.eval()
     length, name = config.max_position_embeddings, type(backbone).__name__
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+    if has_local_layers(backbone.config):  # a window counted by index shows as soon as it is left
+        length = min(length, 8 * (backbone.config.sliding_window + 1))
+    generator = torch.Generator("cpu").manual_seed(0)
+    on_cpu = {"device": "cpu", "generator": generator}  # whatever torch.device is the default
+    ids = torch.randint(config.vocab_size, (1, length), **on_cpu)
     apart = [token for token in (config.pad_token_id, config.mask_token_id) if token is not None]
     other = next(token for token in range(len(apart) + 1) if token not in apart)
-    ids = torch.where(torch.isin(ids, torch.tensor(apart, dtype=torch.long)), other, ids).to(encoder.device)
-    order = torch.randperm(length, generator=generator).to(ids.device)
+    for token in apart:
+        ids = ids.masked_fill(ids == token, other)
+    ids = ids.to(encoder.device)
+    order = torch.randperm(length, **on_cpu).to(ids.device)
     words = encoder.get_input_embeddings()(ids)
 
     expected = backbone(input_ids=ids).last_hidden_state
@@ -1102,7 +1107,7 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
             wrong = ", ".join(loaded.unexpected_keys)
             raise ValueError(f"{type(stock).__name__} has weights that its config does not name: {wrong}")
         check_missing(encoder if named else type(encoder).__name__, loaded.missing_keys, model.encoder.backbone)
-        check_backbone(model.encoder)
+        check_backbone(model.encoder)  # again: of new weights, a bias that begins at zero would not show
         model.start_from(stock, masked_lm)
         if grown:
             model.resize_token_embeddings(rows)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MAE-LM on encoders of transformers; the reference is always the stock model itself."""
 
+import copy
 import logging
 import subprocess
 import sys
@@ -485,7 +486,7 @@ def test_an_encoder_that_does_not_follow_positions_is_refused():
 
 
 def test_a_window_by_index_is_noticed_only_beyond_it_and_ours_is_by_position():
-    """ModernBERT's own mask follows indices; the check asks at full length, where that shows."""
+    """ModernBERT's own mask follows indices; the check asks beyond its window, where that shows."""
     stock = stock_model("ModernBERT", auto=AutoModel)
     ids, order = torch.arange(5, 45)[None], torch.randperm(40, generator=torch.Generator().manual_seed(1))
     expected = stock(ids).last_hidden_state[:, order]
@@ -493,6 +494,20 @@ def test_a_window_by_index_is_noticed_only_beyond_it_and_ours_is_by_position():
     assert (alone - expected).abs().max() > 0.01
     model = MaeLmForMaskedLM.from_encoder(stock, mask_token_id=MASK)
     close(model.encoder(ids[:, order], position_ids=order[None]).last_hidden_state, expected)
+
+
+def test_the_check_of_a_long_backbone_asks_for_a_few_windows_and_others_for_all():
+    from maelm_hf.modeling_maelm import check_backbone
+
+    long = copy.deepcopy(CONFIGS["ModernBERT"])
+    long.max_position_embeddings = 8192
+    for stock, length in ((long, 40), (CONFIGS["BERT"], 40), (CONFIGS["RoBERTa"], 40)):
+        model, asked = MaeLmModel(MaeLmConfig(backbone_config=stock, mask_token_id=MASK)), []
+        layer = next(module for module in model.modules() if isinstance(module, nn.ModuleList))[0]
+        layer.register_forward_pre_hook(lambda _module, inputs, asked=asked: asked.append(inputs[0].shape[1]))
+        with torch.device("meta"):  # another default device, as cuda would be: the check says where its tensors lie
+            check_backbone(model)
+        assert asked == [length, length]
 
 
 REFUSED = {
