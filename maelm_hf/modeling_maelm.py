@@ -967,7 +967,9 @@ class MaeLmMaskedLMOutput(ModelOutput):
         Cross-entropy in nats: the mean over labelled tokens, or their sum divided by `num_items_in_batch`.
     logits (`torch.FloatTensor`):
         (batch, length, vocabulary) in the caller's order; in training with labels, or with `sparse_logits`, those of
-        the labelled tokens alone, row by row: (labelled tokens, vocabulary).
+        the labelled tokens alone, row by row: (labelled tokens, vocabulary). In a compiled graph, and with indices on
+        an accelerator, the slots without a token stay among them: (batch x slots, vocabulary), where a row has as many
+        slots as `hidden_index` is wide.
     hidden_states (`tuple(torch.FloatTensor)`, *optional*, returned with `output_hidden_states=True`):
         The encoder's, (batch, length, hidden size), as `MaeLmModel` gives them: zero at tokens it does not see. Given
         indices of layers in place of `True`, `None` at the others.
@@ -1176,7 +1178,8 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         document_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Which document of a packed row each token belongs to (0, 1, 2 ...): tokens attend within theirs.
         sparse_logits (`bool`, *optional*):
-            Whether to return the logits of labelled tokens alone; by default in training with labels.
+            Whether to return the logits of labelled tokens alone (and, in a compiled graph or with indices on an
+            accelerator, of slots without a token); by default in training with labels.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*):
             What the summed loss is divided by: the labelled tokens of all micro-batches and processes of a step.
         token_type_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
@@ -1327,7 +1330,10 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         return targets.put_back(self.decoder.layers[-1](states, None, None, queries, **targets.arguments))
 
     def predict(self, tokens: MaeLmTokens, states, labels, sparse, indexed, num_items_in_batch):
-        """Logits, (labelled tokens, vocabulary) or (batch, length, vocabulary), and the loss where there are labels."""
+        """
+        Logits, (labelled tokens or batch x slots, vocabulary) or (batch, length, vocabulary), and the loss where there
+        are labels.
+        """
         if sparse:
             states, labels = states.flatten(0, 1), tokens.target_labels.flatten()
             # Padded slots go too, but where that would stop an accelerator or a graph; there they have no label.
