@@ -112,8 +112,9 @@ class MaeLmConfig(PreTrainedConfig):
         Id of [MASK], `tokenizer.mask_token_id`. `MaeLmForMaskedLM` needs it; without it the encoder takes [MASK] for a
         token like any other.
     backbone_config (`dict` or `PreTrainedConfig`, *optional*):
-        Another encoder of transformers in the place of our own: its config. Vocabulary, sizes, activation, dropout,
-        LayerNorm epsilon and special tokens then follow it; `max_position_embeddings` counts the tokens that it takes.
+        Another encoder of transformers in the place of our own: its config. Vocabulary, sizes, activation, dropout and
+        LayerNorm epsilon then follow it, special tokens where they are not given; what is set here later is set there
+        too. `max_position_embeddings` counts the tokens that it takes.
 
     The defaults are the base size of Meng et al., "Representation Deficiency in Masked Language Modeling", ICLR 2024.
     Settings that contradict each other raise a `ValueError` that names what to change.

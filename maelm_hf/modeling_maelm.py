@@ -1376,8 +1376,9 @@ def check_settings_on_encoder(settings: dict) -> None:
 
 def load_encoder_config(name: str | os.PathLike, trust_remote_code: bool = False, **source) -> PreTrainedConfig:
     """The config of a checkpoint, whose own code, if any, runs with consent alone."""
+    source |= {"trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **source)
+        return AutoConfig.from_pretrained(name, **source)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
