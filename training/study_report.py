@@ -145,7 +145,14 @@ def deficiency_table(ranks: pd.DataFrame) -> str:
             of_mask = last.loc["masked/[MASK]"]
             outside = f"{of_mask['mask_energy_outside']:.1%}, {of_mask['real_energy_outside']:.1%}"
         rows.append([arm, last["objective"].iloc[0], *cells, outside])
-    header = ["arm", "objective", "σ [95 % of the deficiency]", "σ²", "σ, centred", "σ², centred"]
+    header = [
+        "arm",
+        "objective",
+        "σ [95 % of the deficiency, before ranks are rounded up]",
+        "σ²",
+        "σ, centred",
+        "σ², centred",
+    ]
     return markdown([*header, "energy outside the subspace of real tokens: [MASK], real"], rows)
 
 
