@@ -85,7 +85,10 @@ def summarise(values: list[float]) -> dict:
 
 
 def group_settings(cells: list[dict], metric: str) -> list[dict]:
-    """Cells (as written) gathered by setting across seeds, the best median on validation first."""
+    """Cells (as written) gathered by setting across seeds, the best median on validation first.
+
+    Settings with fewer seeds than others are unfinished, or were only tried, and come last.
+    """
     groups: dict[str, list[dict]] = {}
     for cell in cells:
         groups.setdefault(json.dumps(cell["setting"], sort_keys=True), []).append(cell)
@@ -99,8 +102,8 @@ def group_settings(cells: list[dict], metric: str) -> list[dict]:
         seeds = [cell["cell"]["seed"] for cell in group]
         settings.append({"setting": group[0]["setting"], "seeds": seeds, "scores": scores})
 
-    def quality(entry: dict) -> float:
-        return entry["scores"]["validation"][deciding_metric(entry, metric)]["median"]
+    def quality(entry: dict) -> tuple[int, float]:
+        return len(entry["seeds"]), entry["scores"]["validation"][deciding_metric(entry, metric)]["median"]
 
     return sorted(settings, key=quality, reverse=True)
 

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .study_results import TAU, difference, last_layer, sampling_error
+from .study_results import TAU, both_measured, difference, last_layer, sampling_error
 
 COLOURS = {"MAE-LM": "#D55E00", "MLM": "#0072B2"}
 MARKERS = {"MAE-LM": "s", "MLM": "^"}
@@ -75,7 +75,7 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
 
 def draw_scores(scores: pd.DataFrame, path: Path) -> None:
     """The difference of the twins by task and mode: thin bars over fine-tuning seeds, pale ones for test size."""
-    part = scores[scores["split"] == "test"]
+    part = both_measured(scores)
     tasks = list(dict.fromkeys(part["task"]))
     figure = Figure(figsize=(9, 0.75 * len(tasks) + 1.2), layout="constrained")
     axis = figure.subplots()

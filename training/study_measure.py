@@ -20,7 +20,7 @@ from maelm_hf.probing import probe_rank
 from .console import console
 from .finetune_data import DataOptions
 from .finetune_grid import Plan, run_task
-from .finetune_report import load_results, write_json
+from .finetune_report import write_json
 
 HELD_OUT = Path("runs/corpus/heldout.jsonl")  # no run trains on it
 SAMPLE = Path("model_cards/sample.txt")
@@ -28,7 +28,7 @@ PROBED_TOKENS = 65_536
 CURVE_STEPS = (0, 250, 500, 1000, 1500, 2000, 2750, 3250)  # as far as the learning rate is constant
 SEEDS = 5
 
-# Task -> batch size and epochs of fine-tuning, by size; the learning rate is chosen on validation, below.
+# Task -> batch size and epochs of fine-tuning, by size.
 TASKS = {
     "rotten_tomatoes": (32, 3.0),
     "sentences_amazon": (16, 10.0),
@@ -45,8 +45,7 @@ FILL_MASK = {
     "She opened the door and went [MASK] the house.": ("into", "to", "through", "inside", "in", "around"),
     "The book was written [MASK] a famous author.": ("by",),
 }
-LEARNING_RATES = (1e-4, 3e-4, 1e-3)
-TUNED_ON = "rotten_tomatoes"
+LEARNING_RATES = (1e-4, 3e-4)  # at 1e-3 neither learnt Rotten Tomatoes
 
 
 def measure_ranks(model: Path, folder: Path) -> None:
@@ -69,33 +68,21 @@ def score_frozen(model: Path, folder: Path, tasks: tuple[str, ...], seeds: int) 
         _run(model, task, plan, folder)
 
 
-def fine_tune(model: Path, folder: Path, learning_rate: float, seeds: int, tasks: tuple[str, ...]) -> None:
+def fine_tune(model: Path, folder: Path, tasks: tuple[str, ...]) -> None:
+    """Every task with every seed and rate; the rate that counts is the best of the task's validation split."""
     for task in tasks:
-        _run(model, task, _plan(task, (learning_rate,), seeds), folder)
-
-
-def choose_learning_rate(model: Path, folder: Path) -> float:
-    """The model's best rate on one task's validation split, one seed; all tasks take it. The lowest of equal ones."""
-    _run(model, TUNED_ON, _plan(TUNED_ON, LEARNING_RATES, 1), folder)
-    scores = {
-        entry["setting"]["learning_rate"]: entry["scores"]["validation"]["accuracy"]["median"]
-        for entry in load_results(folder)["tasks"][TUNED_ON]["settings"]
-    }
-    return max(sorted(scores), key=scores.__getitem__)
-
-
-def _plan(task: str, rates: tuple[float, ...], seeds: int) -> Plan:
-    batch_size, epochs = TASKS[task]
-    return Plan(
-        learning_rates=rates,
-        batch_sizes=(batch_size,),
-        epochs=(epochs,),
-        seeds=seeds,
-        attention="eager",
-        precision="bf16",
-        metrics="sklearn",
-        quiet=True,
-    )
+        batch_size, epochs = TASKS[task]
+        plan = Plan(
+            learning_rates=LEARNING_RATES,
+            batch_sizes=(batch_size,),
+            epochs=(epochs,),
+            seeds=SEEDS,
+            attention="eager",
+            precision="bf16",
+            metrics="sklearn",
+            quiet=True,
+        )
+        _run(model, task, plan, folder)
 
 
 def _run(model: Path, task: str, plan: Plan, folder: Path) -> None:
@@ -163,7 +150,6 @@ def measure_released(model: Path, measured: Path, name: str) -> None:
     write_json(measured / "words" / f"{name}.json", fill_mask(model))
     scores = measured / "tasks" / name
     score_frozen(model, scores, tuple(TASKS), SEEDS)
-    rate = choose_learning_rate(model, measured / "rates" / name)
-    fine_tune(model, scores, rate, SEEDS, tuple(TASKS))
+    fine_tune(model, scores, tuple(TASKS))
     for task in TASKS:
         measure_ranks(scores / task / "model", measured / "ranks" / name / f"after-{task}")

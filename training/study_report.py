@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from .console import markdown
-from .study_results import TIMED_RATIO, difference, sampling_error, share_of_compute
+from .study_results import TIMED_RATIO, both_measured, difference, sampling_error, share_of_compute
 
 LONG = ("mlm", "mae-lm")
 
@@ -84,7 +84,8 @@ def score_table(scores: pd.DataFrame, mode: str) -> str:
 
     A frozen encoder's features are the same for every seed, so an interval over seeds would say nothing of it.
     """
-    part = scores[(scores["mode"] == mode) & (scores["split"] == "test")]
+    part = both_measured(scores)
+    part = part[part["mode"] == mode]
     rows, errors = [], []
     for task, of_task in part.groupby("task", sort=False):
         values = {arm: of_task[of_task["arm"] == arm].sort_values("seed")["accuracy"].to_numpy() for arm in LONG}

@@ -181,9 +181,15 @@ def share_of_compute(curves: pd.DataFrame, measure: str) -> Share:
     return Share(reached, float(x[-1] / whole), float(goal), float(whole))
 
 
+def both_measured(scores: pd.DataFrame) -> pd.DataFrame:
+    """The scores on test of tasks and modes in which both arms have any."""
+    part = scores[scores["split"] == "test"]
+    return part[part.groupby(["task", "mode"])["arm"].transform("nunique") == 2]
+
+
 def difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
     """Mean of the first less mean of the second, and its 95 % interval over seeds (Welch)."""
-    if np.ptp(first) == 0 and np.ptp(second) == 0:  # a probe that no seed changes
+    if max(np.ptp(first), np.ptp(second)) < 1e-9:  # what no seed changes, but for rounding
         gap = float(first.mean() - second.mean())
         return gap, gap, gap
     test = stats.ttest_ind(first, second, equal_var=False)
