@@ -18,7 +18,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A folder with what `make demo` leaves, of a model that was not trained."""
+    """A folder with what `make demo` leaves, of a model that was not trained, and the released checkpoints."""
     folder = tmp_path_factory.mktemp("readme")
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained = ByteLevelBPETokenizer()
@@ -41,6 +41,7 @@ def checkpoint(tmp_path_factory):
     final = folder / "runs/demo/mae-lm/final"
     MaeLmForMaskedLM(config).save_pretrained(final)
     tokenizer.save_pretrained(final)
+    (folder / "model_cards").symlink_to(ROOT / "model_cards")
     return folder
 
 
