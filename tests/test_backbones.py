@@ -123,9 +123,9 @@ def test_kept_tokens_are_the_stock_model_on_what_is_left_at_its_own_positions(na
     found = model(ids, attended.long(), labels=labels, output_hidden_states=True).hidden_states
     for row in range(2):
         kept = (attended[row] & (labels[row] == -100)).nonzero().squeeze(1)
-        expected = stock.base_model(
-            ids[row, kept][None], position_ids=kept[None] + OFFSETS.get(name, 0), output_hidden_states=True
-        ).hidden_states
+        positions = kept[None] + OFFSETS.get(name, 0)  # with gaps: without a mask they would pass for packed documents
+        inputs = {"attention_mask": torch.ones_like(positions), "position_ids": positions}
+        expected = stock.base_model(ids[row, kept][None], **inputs, output_hidden_states=True).hidden_states
         for mine, theirs in zip(found, expected, strict=True):
             close(mine[row, kept], theirs[0])
 
@@ -401,7 +401,8 @@ def test_segments_go_with_their_tokens():
     segments = (torch.arange(30) >= 9).long().expand(3, -1)
     found = model(ids, attended.long(), token_type_ids=segments, output_hidden_states=True).hidden_states[-1]
     kept = (attended[0] & (labels[0] == -100)).nonzero().squeeze(1)
-    expected = stock.bert(ids[0, kept][None], token_type_ids=segments[0, kept][None], position_ids=kept[None])
+    inputs = {"attention_mask": torch.ones_like(kept)[None], "position_ids": kept[None]}
+    expected = stock.bert(ids[0, kept][None], token_type_ids=segments[0, kept][None], **inputs)
     close(found[0, kept], expected.last_hidden_state[0])
     zeros = model(ids, attended.long(), output_hidden_states=True).hidden_states[-1]
     assert (found - zeros).abs().max() > 0.1

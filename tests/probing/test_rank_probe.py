@@ -177,7 +177,8 @@ def test_mask_tokens_that_never_entered_are_hidden_from_the_stock_form_too(tmp_p
     for ids in (row for batch in fed[1::2] for row in batch):
         left = (ids != tokenizer.mask_token_id) & (ids != tokenizer.pad_token_id)
         left_ids, positions = ids[left][None], left.nonzero().T
-        states.append(stock(left_ids, position_ids=positions, output_hidden_states=True).hidden_states)
+        inputs = {"attention_mask": torch.ones_like(positions), "position_ids": positions}
+        states.append(stock(left_ids, **inputs, output_hidden_states=True).hidden_states)
     of_ours = probe(model, tokenizer, TEXTS, mask_ratio=0.3)
     for number, layers in enumerate(zip(of_stock.positions(), of_ours.positions(), strict=True)):
         tokens = torch.cat([layer_states[number][0] for layer_states in states]).double().numpy()
