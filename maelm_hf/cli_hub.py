@@ -38,6 +38,7 @@ def publish_command(
     rank_report: Annotated[Path | None, typer.Option(help="Folder of a rank report, for the card.")] = None,
     license: Annotated[str | None, typer.Option(help="Of the weights, as the Hub names it: apache-2.0.")] = None,
     data_license: Annotated[str | None, typer.Option(help="Of the training data, in words.")] = None,
+    language: Annotated[str | None, typer.Option(help="Of the training data, by its code: en.")] = None,
     token: Annotated[
         str | None, typer.Option(envvar="HF_TOKEN", show_envvar=True, help="By default that of `hf auth login`.")
     ] = None,
@@ -50,7 +51,7 @@ def publish_command(
 
     say_choices()
     common = {"private": private, "token": token, "license": license, "data_license": data_license}
-    common |= {"subfolder": subfolder, "commit_message": message}
+    common |= {"subfolder": subfolder, "commit_message": message, "language": language}
     # A run that is not finished has checkpoints alone.
     if not steps or (finished_model(Path(model)) / "config.json").is_file():
         where = publish(

@@ -15,11 +15,10 @@ reads:
      "evaluation": [{"task_type", "task_name", "dataset_type", "dataset_name", "dataset_config", "dataset_split",
                      "metric_type", "value", "seeds", "std", "setting"}]}
 
-`evaluation` has one entry for each metric and split of each task's best fine-tuned setting, or, where none was
-fine-tuned, of its best frozen one.
-Settings are ordered by the median of the deciding metric on validation; test plays no part in the choice. SQuAD's
-metrics are percent, all others fractions, as their benchmarks report them; `std` is the sample standard deviation,
-null for one seed.
+`evaluation` has one entry for each metric and split of each task's best fine-tuned setting, and of its best frozen
+one. Settings are ordered by the median of the deciding metric on validation, equal ones by its mean; test plays no
+part in the choice. SQuAD's metrics are percent, all others fractions, as their benchmarks report them; `std` is the
+sample standard deviation, null for one seed.
 """
 
 import csv
@@ -36,6 +35,7 @@ from rich.table import Table
 from training.console import markdown
 
 SCHEMA = 1
+MODES = ("finetune", "frozen")
 TASK_TYPES = {
     "classification": "text-classification",
     "regression": "text-classification",
@@ -85,7 +85,7 @@ def summarise(values: list[float]) -> dict:
 
 
 def group_settings(cells: list[dict], metric: str) -> list[dict]:
-    """Cells (as written) gathered by setting across seeds, the best median on validation first.
+    """Cells (as written) gathered by setting across seeds, the best median on validation first, equal ones by the mean.
 
     Settings with fewer seeds than others are unfinished, or were only tried, and come last.
     """
@@ -102,8 +102,9 @@ def group_settings(cells: list[dict], metric: str) -> list[dict]:
         seeds = [cell["cell"]["seed"] for cell in group]
         settings.append({"setting": group[0]["setting"], "seeds": seeds, "scores": scores})
 
-    def quality(entry: dict) -> tuple[int, float]:
-        return len(entry["seeds"]), entry["scores"]["validation"][deciding_metric(entry, metric)]["median"]
+    def quality(entry: dict) -> tuple[int, float, float]:
+        validation = entry["scores"]["validation"][deciding_metric(entry, metric)]
+        return len(entry["seeds"]), validation["median"], statistics.mean(validation["values"])
 
     return sorted(settings, key=quality, reverse=True)
 
@@ -115,28 +116,32 @@ def deciding_metric(entry: dict, metric: str) -> str:
 
 
 def evaluation_entries(tasks: dict) -> list[dict]:
-    """One flat entry for each metric of each task's best setting, fine-tuned ones first, in a model card's terms."""
-    entries = []
-    for name, task in tasks.items():
-        best = min(task["settings"], key=lambda entry: entry["setting"]["mode"] == "frozen")  # the first of its mode
-        for split, metrics in best["scores"].items():
-            for metric, summary in metrics.items():
-                entries.append(
-                    {
-                        "task_type": TASK_TYPES[task["kind"]],
-                        "task_name": name,
-                        "dataset_type": task["dataset"].get("type", "local"),
-                        "dataset_name": task["dataset"].get("name", name),
-                        "dataset_config": task["dataset"].get("config", name),
-                        "dataset_split": split,
-                        "metric_type": metric,
-                        "value": summary["median"],
-                        "seeds": len(summary["values"]),
-                        "std": summary["std"],
-                        "setting": best["setting"],
-                    }
-                )
-    return entries
+    """One flat entry for each metric of each task's best setting of either mode, in a model card's terms."""
+    return [
+        {
+            "task_type": TASK_TYPES[task["kind"]],
+            "task_name": name,
+            "dataset_type": task["dataset"].get("type", "local"),
+            "dataset_name": task["dataset"].get("name", name),
+            "dataset_config": task["dataset"].get("config", name),
+            "dataset_split": split,
+            "metric_type": metric,
+            "value": summary["median"],
+            "seeds": len(summary["values"]),
+            "std": summary["std"],
+            "setting": best["setting"],
+        }
+        for name, task in tasks.items()
+        for best in best_of_each_mode(task["settings"])
+        for split, metrics in best["scores"].items()
+        for metric, summary in metrics.items()
+    ]
+
+
+def best_of_each_mode(settings: list[dict]) -> list[dict]:
+    """The best fine-tuned setting and the best frozen one, as far as there are any, of settings in their order."""
+    found = (next((entry for entry in settings if entry["setting"]["mode"] == mode), None) for mode in MODES)
+    return [entry for entry in found if entry is not None]
 
 
 def setting_name(setting: dict) -> str:

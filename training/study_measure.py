@@ -3,12 +3,14 @@
 """What the study measures of its arms: ranks at several steps and after fine-tuning, frozen scores along the way,
 frozen and fine-tuned scores of the released weights, and the loss on a small text of our own.
 
-Everything finished is kept and not repeated; see `training/study.py` for the commands.
+Scores and ranks that are there are not measured again, as long as the weights are older; see `training/study.py` for
+the commands.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -45,13 +47,18 @@ FILL_MASK = {
     "She opened the door and went [MASK] the house.": ("into", "to", "through", "inside", "in", "around"),
     "The book was written [MASK] a famous author.": ("by",),
 }
-LEARNING_RATES = (1e-4, 3e-4)  # at 1e-3 neither learnt Rotten Tomatoes
+LEARNING_RATES = (1e-4, 3e-4)
 
 
 def measure_ranks(model: Path, folder: Path) -> None:
     """The rank report of a model on held-out text, all four populations, both powers' spectra, raw and centred."""
-    if (folder / "report.json").is_file():
-        return
+    if not model.is_dir():
+        raise FileNotFoundError(f"{model} is not there yet: python -m training.study pretrain, then release")
+    report = folder / "report.json"
+    if report.is_file():
+        if report.stat().st_mtime >= (model / "model.safetensors").stat().st_mtime:
+            return
+        shutil.rmtree(folder)  # of other weights
     report = probe_rank(
         str(model), data=str(HELD_OUT), column="text", max_tokens=PROBED_TOKENS, max_length=128, progress=False
     )
@@ -72,16 +79,8 @@ def fine_tune(model: Path, folder: Path, tasks: tuple[str, ...]) -> None:
     """Every task with every seed and rate; the rate that counts is the best of the task's validation split."""
     for task in tasks:
         batch_size, epochs = TASKS[task]
-        plan = Plan(
-            learning_rates=LEARNING_RATES,
-            batch_sizes=(batch_size,),
-            epochs=(epochs,),
-            seeds=SEEDS,
-            attention="eager",
-            precision="bf16",
-            metrics="sklearn",
-            quiet=True,
-        )
+        grid = {"learning_rates": LEARNING_RATES, "batch_sizes": (batch_size,), "epochs": (epochs,), "seeds": SEEDS}
+        plan = Plan(**grid, attention="eager", precision="fp32", metrics="sklearn", quiet=True)
         _run(model, task, plan, folder)
 
 
@@ -137,6 +136,16 @@ def fill_mask(model: str | Path, **loading: object) -> list[dict]:
     return found
 
 
+def kept_rates(tasks: Path) -> dict[tuple[str, str], float]:
+    """(arm, "after-TASK") -> learning rate of the fine-tuned model that was kept, whose rank was measured."""
+    found = {}
+    for best in tasks.glob("*/*/best.json"):
+        cell = json.loads(best.read_text())["cell"]
+        setting = json.loads((best.parent / "cells" / f"{cell}.json").read_text())["setting"]
+        found[best.parent.parent.name, f"after-{best.parent.name}"] = setting["learning_rate"]
+    return found
+
+
 def measure_end(model: Path, measured: Path, name: str) -> None:
     """What is asked of the last weights of every arm."""
     measure_ranks(model, measured / "ranks" / name / "final")
@@ -144,7 +153,7 @@ def measure_end(model: Path, measured: Path, name: str) -> None:
 
 
 def measure_released(model: Path, measured: Path, name: str) -> None:
-    """Everything of the released weights; the ranks of the fine-tuned encoders are those of the best on validation."""
+    """Everything of the released weights; the ranks after fine-tuning are of the cell that is best on validation."""
     measure_end(model, measured, name)
     write_json(measured / "sample" / f"{name}.json", sample_loss(model))
     write_json(measured / "words" / f"{name}.json", fill_mask(model))

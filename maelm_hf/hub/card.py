@@ -31,6 +31,12 @@ NOT_MEASURED = "not measured"
 NOT_STATED = "not stated"
 # Data sets that training/finetune.py takes from elsewhere have no page on the Hub, which .eval_results links to.
 NOT_ON_THE_HUB = ("local", "pypi/", "npm/", "debian/", "cran/", "conda/", "maven/")
+# Our metrics that the Hub knows by another name: its name, what is shown, and its arguments.
+HUB_METRICS = {
+    "accuracy": ("accuracy", "Accuracy", None),
+    "f1": ("f1", "F1", None),
+    "macro_f1": ("f1", "Macro F1", {"average": "macro"}),
+}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 PIPELINES = {
     "ForMaskedLM": "fill-mask",
@@ -108,6 +114,7 @@ def write_card(
     subfolder: str | None = None,
     license: str | None = None,
     data_license: str | None = None,
+    language: str | None = None,
 ) -> None:
     """
     Writes `README.md`, `.eval_results/` and the rank figure into `folder`.
@@ -116,6 +123,7 @@ def write_card(
         config: The model's `config.json`: the card describes what it says.
         license: Of the weights, by its Hub identifier ("apache-2.0").
         data_license: Of the training data, in words.
+        language: Of the training data, by its code ("en").
     """
     config = with_sizes(config)
     entries = measured.results.get("evaluation", [])
@@ -126,8 +134,9 @@ def write_card(
         library_name="transformers",
         pipeline_tag=pipeline,
         license=license,
-        tags=["mae-lm", "encoder", *([] if native else ["custom_code"])],
-        eval_results=[_eval_result(entry) for entry in entries] or None,
+        language=language,
+        tags=[_objective_tag(config), "encoder", *([] if native else ["custom_code"])],
+        eval_results=[_eval_result(entry) for entry in _reported(entries)] or None,
     )
     if not entries:
         metadata.model_name = None  # only the index of results has a place for it
@@ -150,7 +159,7 @@ def write_card(
         results=[_result_row(entry) for entry in entries],
         results_source=_environment(measured.results.get("environment", {})),
         rank=_rank(measured, config),
-        limits=[text for condition, text in LIMITS if condition(config, measured)],
+        limits=[text for condition, text in LIMITS if condition(config, measured)] + measured.training.get("notes", []),
     )
     (folder / CARD_FILE).write_text(str(card).rstrip() + "\n", encoding="utf-8")
     _write_eval_results(folder, entries, measured.results.get("environment", {}).get("date"))
@@ -185,7 +194,28 @@ def _write_eval_results(folder: Path, entries: list[dict[str, Any]], date: str |
         (folder / RESULTS_FOLDER / f"{dataset.replace('/', '--')}.yaml").write_text(text, encoding="utf-8")
 
 
+def _objective_tag(config: Mapping[str, Any]) -> str:
+    return "masked-language-modeling" if config.get("encoder_mask_fraction") == 1 else "mae-lm"
+
+
+def _reported(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries without those of validation, by which the setting was chosen, where the same was scored on test."""
+
+    def of(entry: Mapping[str, Any]) -> tuple:
+        return *(entry.get(key) for key in ("dataset_type", "dataset_config", "metric_type")), _mode(entry)
+
+    tested = {of(entry) for entry in entries if entry.get("dataset_split") == "test"}
+    return [entry for entry in entries if entry.get("dataset_split") != "validation" or of(entry) not in tested]
+
+
+def _mode(entry: Mapping[str, Any]) -> str:
+    return "frozen" if (entry.get("setting") or {}).get("mode") == "frozen" else "fine-tuned"
+
+
 def _eval_result(entry: Mapping[str, Any]) -> EvalResult:
+    named = entry["metric_type"]
+    metric, shown, arguments = HUB_METRICS.get(named, (named, named.replace("_", " "), None))
+    how = {"frozen": "linear probe of the frozen encoder", "fine-tuned": "fine-tuned"}[_mode(entry)]
     return EvalResult(
         task_type=entry["task_type"],
         task_name=entry.get("task_name"),
@@ -193,21 +223,31 @@ def _eval_result(entry: Mapping[str, Any]) -> EvalResult:
         dataset_name=entry["dataset_name"],
         dataset_config=entry.get("dataset_config"),
         dataset_split=entry.get("dataset_split"),
-        metric_type=entry["metric_type"],
+        metric_type=metric,
+        metric_name=f"{shown} ({how})",
+        metric_args=arguments,
         metric_value=entry["value"],
     )
 
 
 def _result_row(entry: Mapping[str, Any]) -> list[str]:
-    frozen = (entry.get("setting") or {}).get("mode") == "frozen"
     return [
-        str(entry.get("task_name") or entry["dataset_name"]) + (", frozen encoder" if frozen else ""),
+        str(entry.get("task_name") or entry["dataset_name"]),
+        _setting(entry),
         str(entry.get("dataset_split") or NOT_STATED),
         entry["metric_type"],
         _number(entry["value"]),
         str(entry.get("seeds") or NOT_STATED),
         _number(entry.get("std")),
     ]
+
+
+def _setting(entry: Mapping[str, Any]) -> str:
+    if _mode(entry) == "frozen":
+        return "frozen"
+    setting = entry.get("setting") or {}
+    named = {"learning_rate": "learning rate", "batch_size": "batch", "epochs": "epochs"}
+    return ", ".join(["fine-tuned", *(f"{name} {setting[key]:g}" for key, name in named.items() if key in setting)])
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
@@ -259,7 +299,9 @@ def _recipe(config: Mapping[str, Any], recipe: Mapping[str, Any], parameters: in
         ("Optimizer", optimizer.get("name")),
         ("Learning rate", optimizer.get("learning_rate")),
         ("Learning rate of Muon", optimizer.get("muon_learning_rate") if optimizer.get("name") == "muon" else "none"),
+        ("Schedule", optimizer.get("schedule")),
         ("Warm-up (steps)", optimizer.get("warmup_steps")),
+        ("Decay (steps)", optimizer.get("decay_steps")),
         ("Seed", recipe.get("seed")),
     ]
     return [(label, NOT_STATED if value is None else str(value)) for label, value in rows]
@@ -269,11 +311,13 @@ def _compute(training: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds, choices = training.get("seconds"), training.get("choices", {})
     precision, attention = (choices.get(name, {}).get("value", NOT_STATED) for name in ("precision", "attention"))
     software = ", ".join(f"{name} {version}" for name, version in training.get("versions", {}).items())
+    alone = training.get("cpu_seconds_a_step")  # of a run that shared its processor its hours say little
     return [
         ("Steps", _number(training.get("steps"))),
         ("Tokens", _number(training.get("tokens"))),
         ("Hours of training", _number(None if seconds is None else seconds / 3600)),
         ("Tokens a second", _number(training.get("tokens_per_second"))),
+        *([] if alone is None else [("Processor seconds a step, measured apart", _number(alone))]),
         ("Precision", precision),
         ("Attention", attention),
         ("Software", software or NOT_STATED),
@@ -295,7 +339,7 @@ def _pretraining(training: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _guesses(found: Mapping[str, Any]) -> tuple[str, str, str]:
     words, expected = (", ".join(f"`{word}`" for word in found[key]) for key in ("words", "expected"))
     among = "among them" if set(found["words"]) & set(found["expected"]) else "none of them"
-    return found["text"], words, f"{expected}: {among}"
+    return f"`{found['text']}`", words, f"{expected}: {among}"
 
 
 def _rank(measured: Measurements, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -307,9 +351,10 @@ def _rank(measured: Measurements, config: Mapping[str, Any]) -> dict[str, Any] |
     for row in rows:
         layers.setdefault(row["layer_index"], {"dim": row["dim"]})[row["population"]] = row["effective_rank"]
     tau, power = settings.get("tau", NOT_STATED), settings.get("power", NOT_STATED)
+    summed = {1: "singular values", 2: "squared singular values"}.get(power, f"singular values (power {power})")
     return {
         "definition": (
-            f"the least number of singular values that hold a share {tau} of the sum of their powers {power}, "
+            f"the least number of {summed} that hold a share {tau} of their sum, "
             f"{'centred' if settings.get('centred') else 'not centred'}."
         ),
         "figure": f"figures/{RANK_FIGURE}" if measured.rank_figure else "",

@@ -43,6 +43,7 @@ def publish(
     rank_report: str | Path | None = None,
     license: str | None = None,
     data_license: str | None = None,
+    language: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -69,6 +70,7 @@ def publish(
         rank_report: The folder of a rank report, for the card.
         license: Of the weights, as the Hub names it ("apache-2.0").
         data_license: Of the training data, in words.
+        language: Of the training data, by its code ("en").
         private: Whether a repository that is created is private; `None` for the account's default.
         revision: The branch to push to; it is created where it is missing.
         subfolder: Where in the repository the model goes; it then loads with `subfolder=`.
@@ -99,6 +101,7 @@ def publish(
             rank_report=rank_report,
             license=license,
             data_license=data_license,
+            language=language,
             revision=revision,
             subfolder=subfolder,
             secret=secret,
@@ -129,6 +132,7 @@ def build_folder(
     rank_report: str | Path | None = None,
     license: str | None = None,
     data_license: str | None = None,
+    language: str | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
     secret: str | None = None,
@@ -152,7 +156,7 @@ def build_folder(
     if config["model_type"] == "maelm" and subfolder is not None:
         for file in CODE_FILES:  # transformers looks for code in the root, wherever the weights are
             shutil.copyfile(file, folder / file.name)
-    if measured or license or data_license or not (folder / CARD_FILE).exists():
+    if measured or license or data_license or language or not (folder / CARD_FILE).exists():
         write_card(
             folder,
             repo_id,
@@ -163,9 +167,12 @@ def build_folder(
             subfolder=subfolder,
             license=license,
             data_license=data_license,
+            language=language,
         )
     else:
-        logger.info("%s of the folder is kept; with a measured file or a licence a new card is written", CARD_FILE)
+        logger.info(
+            "%s of the folder is kept; with a measured file, a licence or a language a new card is written", CARD_FILE
+        )
     refuse_unsafe_files(folder, secret)
 
 

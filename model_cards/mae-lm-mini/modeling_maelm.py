@@ -853,6 +853,8 @@ class MaeLmModel(MaeLmPreTrainedModel):
                 f"document_ids: {type(self.backbone).__name__} takes no mask between tokens, so packed documents would "
                 "see each other; give one document a row"
             )
+        if mask is None:  # without any mask transformers takes positions that leave some out for packed documents
+            mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         outputs = self.backbone(
             inputs_embeds=embeds,
             attention_mask=mask,

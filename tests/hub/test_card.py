@@ -44,17 +44,19 @@ SUMMARY = {
     "held_out_accuracy": 0.456,
     "samples": {"texts/sample.txt": {"loss": 3.25}},
     "fill_mask": [
-        {"text": "It was [MASK].", "words": ["good", "bad"], "expected": ["bad", "sad"]},
-        {"text": "In [MASK].", "words": ["a", "b"], "expected": ["c"]},
+        {"text": "It was <mask>.", "words": ["good", "bad"], "expected": ["bad", "sad"]},
+        {"text": "In <mask>.", "words": ["a", "b"], "expected": ["c"]},
     ],
     "corpus": "docstrings: 45,521 documents",
+    "notes": ["It knows documentation alone."],
+    "cpu_seconds_a_step": 1.25,
     "choices": {"precision": {"value": "bf16", "reason": "faster"}},
     "versions": {"torch": "2.13.0"},
 }
 RECIPE = {
     "seed": 17,
     "data": {"mask_ratio": 0.15, "batch_size": 64},
-    "optimizer": {"name": "adamw", "learning_rate": 2e-4, "warmup_steps": 100},
+    "optimizer": {"name": "adamw", "learning_rate": 2e-4, "warmup_steps": 100, "schedule": "wsd"},
 }
 # As training/finetune.py writes its list "evaluation".
 EVALUATION = [
@@ -69,7 +71,7 @@ EVALUATION = [
         "value": 0.6137,
         "seeds": 5,
         "std": 0.0214,
-        "setting": {"mode": "full", "learning_rate": 2e-5},
+        "setting": {"mode": "finetune", "learning_rate": 2e-5, "batch_size": 32, "epochs": 3.0},
     },
     {
         "task_type": "text-classification",
@@ -85,6 +87,8 @@ EVALUATION = [
         "setting": {"mode": "frozen"},
     },
 ]
+# The same on validation, by which the setting was chosen.
+CHOSEN_BY = EVALUATION[1] | {"dataset_split": "validation", "value": 0.75}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,11 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    results = {"schema": 1, "evaluation": EVALUATION, "environment": {"date": "2026-11-30", "hardware": "2 CPU cores"}}
+    results = {
+        "schema": 1,
+        "evaluation": [*EVALUATION, CHOSEN_BY],
+        "environment": {"date": "2026-11-30", "hardware": "2 CPU cores"},
+    }
     (folder / "results.json").write_text(json.dumps(results))
     rows = [
         {"layer_index": layer, "layer": f"layers.{layer}", "population": population, "dim": 32, "tokens": 4096}
@@ -119,7 +127,9 @@ def files_of(measured) -> dict[str, Path]:
 def folders(measured, tokenizer, tmp_path_factory):
     """Published folders of every form, with and without measurements."""
     out = tmp_path_factory.mktemp("cards")
-    build_folder(tiny_model(), "org/full", out / "full", tokenizer=tokenizer, license="mit", **files_of(measured))
+    build_folder(
+        tiny_model(), "org/full", out / "full", tokenizer=tokenizer, license="mit", language="en", **files_of(measured)
+    )
     build_folder(tiny_model(), "org/empty", out / "empty")
     export_native(tiny_model(relative_position_buckets=0), out / "bert", tokenizer=tokenizer)
     build_folder(out / "bert", "org/stock", out / "stock", data_license="CC0", **files_of(measured))
@@ -179,16 +189,22 @@ def test_measured_numbers_are_in_the_card(folders, measured):
         "| Precision | bf16 |",
         "| Held-out loss on hidden tokens (nats) | 2.98 |",
         "| Loss on hidden tokens of texts/sample.txt (nats) | 3.2500 |",
-        "| It was [MASK]. | `good`, `bad` | `bad`, `sad`: among them |",
-        "| In [MASK]. | `a`, `b` | `c`: none of them |",
-        "| rte | validation | accuracy | 0.6137 | 5 | 0.0214 |",
-        "| ours, frozen encoder | test | f1 | 0.7071 | 1 | not measured |",
+        "| `It was <mask>.` | `good`, `bad` | `bad`, `sad`: among them |",
+        "| `In <mask>.` | `a`, `b` | `c`: none of them |",
+        "| rte | fine-tuned, learning rate 2e-05, batch 32, epochs 3 | validation | accuracy | 0.6137 | 5 | 0.0214 |",
+        "| ours | frozen | test | f1 | 0.7071 | 1 | not measured |",
+        "| ours | frozen | validation | f1 | 0.75 | 1 | not measured |",
         "| 1 | 32 | 25 | 24 |",
         "| Learning rate | 0.0002 |",
         "| Mask ratio | 0.15 |",
+        "| Schedule | wsd |",
+        "| Decay (steps) | not stated |",
+        "| Processor seconds a step, measured apart | 1.25 |",
+        "- It knows documentation alone.",
     ):
         assert row in card
     assert "date 2026-11-30, hardware 2 CPU cores" in card
+    assert "the least number of squared singular values that hold a share 0.9 of their sum, not centred." in card
     assert "held-out docstrings; 4,096 tokens a layer" in card
     assert "docstrings: 45,521 documents." in card
     figure = folders["full"] / "figures" / "rank_by_layer.png"
@@ -199,13 +215,14 @@ def test_measured_numbers_are_in_the_card(folders, measured):
 
 def test_results_are_read_back_from_both_forms_of_metadata(folders):
     data = ModelCard.load(folders["full"] / "README.md").data
-    assert data.license == "mit"
+    assert (data.license, data.language) == ("mit", "en")
     read = [
-        (result.dataset_type, result.dataset_split, result.metric_type, result.metric_value)
+        (result.dataset_type, result.dataset_split, result.metric_type, result.metric_name, result.metric_value)
         for result in data.eval_results
     ]
-    assert read == [
-        (entry["dataset_type"], entry["dataset_split"], entry["metric_type"], entry["value"]) for entry in EVALUATION
+    assert read == [  # of what was scored on both, test alone
+        ("nyu-mll/glue", "validation", "accuracy", "Accuracy (fine-tuned)", 0.6137),
+        ("local", "test", "f1", "F1 (linear probe of the frozen encoder)", 0.7071),
     ]
     (path,) = (folders["full"] / ".eval_results").iterdir()
     (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
@@ -236,6 +253,8 @@ def test_cards_recommend_the_stock_form_where_there_is_one(folders):
     assert "maelm export" in head
     assert "no other form" in full
     assert "saw every [MASK]" in plain
+    assert "- mae-lm\n" in full
+    assert "- mae-lm\n" not in plain
     assert 'revision="v2"' in head
 
 

@@ -333,17 +333,17 @@ def made_cell(seed, rate, validation, test):
     }
 
 
-def test_a_card_gets_the_fine_tuned_score_even_where_the_frozen_one_is_better():
+def test_a_card_gets_the_best_setting_of_either_mode():
     def entry_of(mode, score):
         accuracy = {"values": [score], "median": score, "std": None}
         return {"setting": {"mode": mode}, "scores": {"test": {"accuracy": accuracy}}}
 
-    frozen, tuned = entry_of("frozen", 0.5), entry_of("finetune", 0.4)
-    task = {"kind": "classification", "dataset": {}, "best": frozen, "settings": [frozen, tuned]}
-    (entry,) = evaluation_entries({"one": task})
-    assert (entry["value"], entry["setting"]) == (0.4, {"mode": "finetune"})
-    (entry,) = evaluation_entries({"one": task | {"settings": [frozen]}})
-    assert (entry["value"], entry["setting"]) == (0.5, {"mode": "frozen"})
+    settings = [entry_of("frozen", 0.5), entry_of("finetune", 0.4), entry_of("finetune", 0.9)]
+    task = {"kind": "classification", "dataset": {}, "settings": settings}
+    found = [(entry["setting"]["mode"], entry["value"]) for entry in evaluation_entries({"one": task})]
+    assert found == [("finetune", 0.4), ("frozen", 0.5)]
+    (entry,) = evaluation_entries({"one": task | {"settings": settings[:1]}})
+    assert (entry["setting"]["mode"], entry["value"]) == ("frozen", 0.5)
 
 
 def test_settings_are_chosen_by_the_median_on_validation_never_by_test():
@@ -357,6 +357,13 @@ def test_settings_are_chosen_by_the_median_on_validation_never_by_test():
     assert [entry["setting"]["learning_rate"] for entry in found] == [1e-5, 2e-5]
     assert found[0]["scores"]["validation"]["accuracy"] == summarise([0.9, 0.6, 0.8])
     assert found[0]["scores"]["validation"]["accuracy"]["std"] == pytest.approx(np.std([0.9, 0.6, 0.8], ddof=1))
+
+
+def test_settings_of_one_median_are_told_apart_by_the_mean():
+    scores = {1e-5: (0.7, 0.7, 0.6), 2e-5: (0.7, 0.7, 0.9)}
+    cells = [made_cell(seed, rate, score, 0.5) for rate, found in scores.items() for seed, score in enumerate(found)]
+    for order in (cells, cells[::-1]):
+        assert group_settings(order, "accuracy")[0]["setting"]["learning_rate"] == 2e-5
 
 
 def test_models_side_by_side(finished, tmp_path):
